@@ -1,0 +1,215 @@
+"""Waiting for a collective without being stuck, and saying who did not come.
+
+Note "a blocked wait blocks everything": while Gloo waits inside one call, Python signal
+handlers do not run, and aborting the group does not free the call. Waiting in slices
+leaves the collective whole (a slice that ends early raises "timed out" and nothing else
+happens) and lets handlers run in between.
+
+Note "who is missing": a group's own error names a socket or nobody. So a rank that has
+waited for a while writes that into the group's store, and withdraws it afterwards. When
+the wait fails, the ranks that did not write are the ones that did not come; of those on
+the same host we also see whether their process is still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
+
+SLICE = datetime.timedelta(seconds=0.2)
+DEATH_GRACE_S = 1.0  # how long a connection may be broken before the process behind it is gone
+STORE_PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank's process runs."""
+
+    host: str
+    pid: int
+
+
+class Peers:
+    """The other ranks of a group, seen through the group's store.
+
+    Args:
+        group: the process group; its store is shared by exactly these ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._store = dist.PrefixStore("paceline/peers", _get_process_group_store(group))
+        self._store_answers = True
+        if self.world_size > 1:
+            self._store.set(f"seat/{self.rank}", json.dumps([_host_identity(), os.getpid()]))
+
+    def wait(self, work: dist.Work, what: Callable[[], str]) -> None:
+        """Wait for ``work`` on a CPU group, in slices, until it is done or failed.
+
+        Args:
+            work: a collective in flight.
+            what: gives the words for what is being waited for, called only when they are needed.
+
+        Raises:
+            CollectiveTimeoutError: some rank did not come within the group's timeout; it is named.
+            PeerLostError: some rank's process is gone; it is named.
+            CommunicationError: the collective failed for another reason.
+        """
+        try:
+            if _wait_slice(work):
+                return
+            with self._standing_in_line(what()):
+                while not _wait_slice(work):
+                    pass
+        except RuntimeError as error:
+            raise self.explain(error, what()) from error
+
+    def explain(self, error: RuntimeError, what: str) -> CommunicationError:
+        """Turn a group's error into one that names the ranks behind it.
+
+        Args:
+            error: what the process group raised.
+            what: what this rank was waiting for.
+        """
+        timed_out = "timed out" in str(error).lower()
+        lost = [] if timed_out else self._lost_ranks()
+        told = self._told_by_others()
+        if told:
+            culprits, kind = told
+        elif lost:
+            culprits, kind = lost, "lost"
+        else:
+            culprits, kind = self._absent_ranks(), "absent" if timed_out else "left"
+        self._tell_others(culprits, kind)
+        text = f"rank {self.rank}: {what} failed, because {_blame(culprits, kind)}. The process group said: {error}"
+        return (CollectiveTimeoutError if kind == "absent" else PeerLostError)(text)
+
+    @contextlib.contextmanager
+    def _standing_in_line(self, what: str) -> Iterator[None]:
+        """Say in the store that we wait; a wait that fails leaves the word standing on purpose."""
+        key = f"waiting/{self.rank}"
+        self._quietly(lambda: self._store.set(key, what))
+        yield
+        self._quietly(lambda: self._store.delete_key(key))
+
+    def _lost_ranks(self) -> list[int]:
+        """Ranks of this host whose process is gone; gives a dying process a moment to be gone."""
+        deadline = time.monotonic() + DEATH_GRACE_S
+        while True:
+            lost = [rank for rank, seat in self._seats().items() if not _process_alive(seat)]
+            if lost or time.monotonic() > deadline:
+                return lost
+            time.sleep(0.05)
+
+    def _seats(self) -> dict[int, Seat]:
+        here = _host_identity()
+        seats = {}
+        for rank in self._others():
+            text = self._read(f"seat/{rank}")
+            if text:
+                host, pid = json.loads(text)
+                if here and host == here:
+                    seats[rank] = Seat(host, pid)
+        return seats
+
+    def _absent_ranks(self) -> list[int]:
+        return [rank for rank in self._others() if self._read(f"waiting/{rank}") is None]
+
+    def _told_by_others(self) -> tuple[list[int], str] | None:
+        """The first explanation another rank gave: it was nearer to the cause."""
+        text = self._read("cause")
+        if not text:
+            return None
+        culprits, kind = json.loads(text)
+        others = [rank for rank in culprits if rank != self.rank]
+        return (others, kind) if others else None
+
+    def _tell_others(self, culprits: list[int], kind: str) -> None:
+        if culprits:
+            self._quietly(lambda: self._store.compare_set("cause", "", json.dumps([culprits, kind])))
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def _read(self, key: str) -> str | None:
+        present = self._quietly(lambda: self._store.check([key]))
+        value = self._quietly(lambda: self._store.get(key)) if present else None
+        return value.decode() if value is not None else None
+
+    def _quietly(self, call: Callable[[], Any]) -> Any:
+        """The result of a store call, or None when the store cannot answer.
+
+        Its host may be the very rank that died or was stopped, and a call to a stopped host
+        never returns: so it is made from a thread that we do not wait for long.
+        """
+        if not self._store_answers:
+            return None
+        answer: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answer.append(call())
+
+        thread = threading.Thread(target=ask, name="paceline-store", daemon=True)
+        thread.start()
+        thread.join(STORE_PATIENCE_S)
+        self._store_answers = not thread.is_alive()
+        return answer[0] if answer else None
+
+
+def _wait_slice(work: dist.Work) -> bool:
+    """Wait one slice; False when the work is still under way, raises when it failed."""
+    try:
+        work.wait(SLICE)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _blame(culprits: list[int], kind: str) -> str:
+    named = ", ".join(f"rank {rank}" for rank in culprits) or "a rank"
+    return {
+        "lost": f"the process of {named} is gone; look for the first error in its output",
+        "left": f"the connection to {named} broke; look for the first error in its output",
+        "absent": (
+            f"{named} did not come before the timeout: stuck, stopped, slower than the process group's timeout, "
+            "or out of data while others still have some"
+        ),
+    }[kind]
+
+
+def _host_identity() -> str:
+    """Equal on two ranks exactly when one can see the other's pid: same boot, same pid namespace.
+
+    Empty where the system does not say (no /proc): then no two ranks count as neighbours.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _process_alive(seat: Seat) -> bool:
+    try:
+        state = Path(f"/proc/{seat.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

@@ -1,0 +1,357 @@
+"""Flat storage for gradients, one slot per parameter, and what is handed to communication hooks.
+
+A bucket is filled during backward, launched as one collective, and read back when the pass
+ends. Between passes each parameter's ``.grad`` *is* its slot: there is one copy of the
+gradients in memory, not two.
+
+Note "when a gradient is ours": after ``zero_grad(set_to_none=True)`` autograd hands over a
+fresh tensor, which is copied into the slot once; after that ``.grad`` points at the slot and
+autograd accumulates into it in place.
+
+Note "in flight": while a collective owns a bucket's memory, ``.grad`` is None. A gradient
+that comes late (a block used twice under re-entrant checkpointing) therefore lands in a
+tensor of its own and is folded in by ``absorb_late``: averaging is idempotent,
+mean(average + late) = average + mean(late).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+# A gradient of at least this many bytes is copied into its slot as soon as it is there, so
+# that memory holds it once; smaller ones wait for their bucket and are copied in one call.
+COPY_AT_ONCE_BYTES = 64 * 1024
+
+
+class Slot:
+    """A parameter's place in its bucket, and what happened to it in the current pass.
+
+    Attributes:
+        index: the parameter's index in the plan.
+        name: its dotted name.
+        parameter: the parameter.
+        bucket: the bucket it lies in, set when the bucket is made.
+        view: the tensor that ``parameter.grad`` becomes: the slot's part of the flat storage.
+        firings: how often its gradient was accumulated in the current pass.
+        expected_firings: how often it was in the last complete pass.
+        reached: whether any backward reached it since the last check for unused parameters.
+        has_gradient: whether this rank held a gradient when its bucket was launched.
+    """
+
+    __slots__ = (
+        "bucket",
+        "copies_at_once",
+        "expected_firings",
+        "firings",
+        "has_gradient",
+        "index",
+        "name",
+        "parameter",
+        "reached",
+        "view",
+    )
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.index: int
+        self.name: str
+        self.bucket: Bucket
+        self.view: Tensor | None = None
+        self.copies_at_once = parameter.numel() * parameter.element_size() >= COPY_AT_ONCE_BYTES
+        self.firings = 0
+        self.expected_firings = 1
+        self.reached = False
+        self.has_gradient = False
+
+
+class Bucket(Protocol):
+    """What the reducer needs of a bucket."""
+
+    index: int
+    slots: list[Slot]
+    pending: int
+    launched: bool
+
+    def ensure_unshared(self) -> None:
+        """Before the first gradient of a pass: let go of storage that somebody else refers to."""
+
+    def adopt(self, slot: Slot) -> None:
+        """Move a gradient that has just arrived into its slot."""
+
+    def fill(self) -> None:
+        """Before launch: bring every slot's gradient (or zeros) into the storage and detach ``.grad``."""
+
+    def payload(self) -> Tensor:
+        """What the collective works on, the tail included where the bucket carries it."""
+
+    def gradients_only(self) -> Tensor:
+        """What a communication hook works on."""
+
+    def accept(self, result: Tensor) -> None:
+        """After the collective: take its result, unless it worked in place."""
+
+    def absorb_late(self) -> None:
+        """Add gradients that came after launch to the average, ready to be reduced again."""
+
+    def hand_back(self, slot: Slot) -> None:
+        """Point the parameter's ``.grad`` at the result."""
+
+
+class DenseBucket:
+    """Gradients of one dtype on one device, one after the other in one flat tensor.
+
+    Args:
+        index: place in the launch order.
+        slots: the parameters, in the order of the plan.
+        tail_numel: extra elements behind the gradients, averaged along with them.
+        keep_shared: whether a slot that the user still holds (a ``.grad`` kept across
+            ``zero_grad``) must not be overwritten.
+    """
+
+    def __init__(self, index: int, slots: list[Slot], tail_numel: int, keep_shared: bool) -> None:
+        self.index = index
+        self.slots = slots
+        self.pending = len(slots)
+        self.launched = False
+        self.numel = sum(slot.parameter.numel() for slot in slots)
+        self._tail_numel = tail_numel
+        self._keep_shared = keep_shared
+        self._storage: Tensor | None = None
+        for slot in slots:
+            slot.bucket = self
+
+    @property
+    def flat(self) -> Tensor:
+        """The gradients, 1-d, in slot order."""
+        return self._allocated()[: self.numel]
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether there are extra elements behind the gradients."""
+        return self._tail_numel > 0
+
+    @property
+    def tail(self) -> Tensor:
+        """The extra elements behind the gradients, 1-d."""
+        return self._allocated()[self.numel :]
+
+    def ensure_unshared(self) -> None:
+        """Give up the storage if somebody else still holds a gradient that lives in it.
+
+        Plain PyTorch leaves ``saved = p.grad`` intact after ``zero_grad(set_to_none=True)`` and
+        another backward; so do we, at the price of new storage when somebody does that.
+        """
+        if self._storage is None or not self._keep_shared or not self._shared():
+            return
+        old_views = [slot.view for slot in self.slots]
+        self._storage = None
+        self._allocated()
+        for slot, old in zip(self.slots, old_views, strict=True):
+            if slot.parameter.grad is old and old is not None:
+                self._copy_in(slot)
+
+    def adopt(self, slot: Slot) -> None:
+        if slot.copies_at_once and slot.parameter.grad is not slot.view:
+            self._copy_in(slot)
+
+    def fill(self) -> None:
+        self._allocated()
+        fresh: list[Tensor] = []
+        places: list[Tensor] = []
+        empty: list[Tensor] = []
+        for slot in self.slots:
+            parameter, view = slot.parameter, slot.view
+            gradient = parameter.grad
+            slot.has_gradient = gradient is not None
+            if gradient is None:
+                empty.append(view)  # type: ignore[arg-type]
+                continue
+            if gradient is not view:
+                fresh.append(_dense(gradient))
+                places.append(view)  # type: ignore[arg-type]
+            parameter.grad = None
+        if fresh:
+            torch._foreach_copy_(places, fresh)
+        if empty:
+            torch._foreach_zero_(empty)
+
+    def payload(self) -> Tensor:
+        return _wire(self._allocated())
+
+    def gradients_only(self) -> Tensor:
+        """The gradients without the tail, 1-d."""
+        return self.flat
+
+    def accept(self, result: Tensor) -> None:
+        if result.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(result.view(-1))
+
+    def absorb_late(self) -> None:
+        for slot in self.slots:
+            late = slot.parameter.grad
+            if late is not None:
+                slot.view.add_(_dense(late))  # type: ignore[union-attr]
+                slot.has_gradient = True
+                slot.parameter.grad = None
+
+    def hand_back(self, slot: Slot) -> None:
+        slot.parameter.grad = slot.view
+
+    @torch.no_grad()
+    def _copy_in(self, slot: Slot) -> None:
+        self._allocated()
+        view = slot.view
+        view.copy_(_dense(slot.parameter.grad))  # type: ignore[union-attr, arg-type]
+        slot.parameter.grad = view
+
+    def _allocated(self) -> Tensor:
+        if self._storage is None:
+            first = self.slots[0].parameter
+            self._storage = first.new_zeros(self.numel + self._tail_numel, requires_grad=False)
+            self._make_views(self._storage)
+        return self._storage
+
+    def _make_views(self, storage: Tensor) -> None:
+        offset = 0
+        for slot in self.slots:
+            slot.view = _alias(storage, offset, slot.parameter)
+            offset += slot.parameter.numel()
+
+    def _shared(self) -> bool:
+        """Whether anybody but us and ``.grad`` refers to a slot or to a view of it."""
+        for slot in self.slots:
+            attached = slot.parameter.grad is slot.view
+            # Three references are ours: the slot, getrefcount's argument, and, while the tensor is
+            # also some ``.grad``, the one by which autograd keeps the Python object.
+            if sys.getrefcount(slot.view) > 2 + attached:
+                return True
+        storage = self._storage.untyped_storage()  # type: ignore[union-attr]
+        ours = 1 + len(self.slots) + 1  # the flat tensor, the slots, and the object made in the line above
+        return torch._C._storage_Use_Count(storage._cdata) > ours
+
+
+class SparseBucket:
+    """One parameter whose gradient is a sparse COO tensor.
+
+    Args:
+        index: place in the launch order.
+        slot: the parameter.
+    """
+
+    def __init__(self, index: int, slot: Slot) -> None:
+        self.index = index
+        self.slots = [slot]
+        self.pending = 1
+        self.launched = False
+        self._gradient: Tensor | None = None
+        slot.bucket = self
+
+    def ensure_unshared(self) -> None:
+        """Sparse gradients are fresh tensors in every pass: there is nothing to protect."""
+
+    def adopt(self, slot: Slot) -> None:
+        """A sparse gradient stays where it is until launch."""
+
+    def fill(self) -> None:
+        (slot,) = self.slots
+        gradient = slot.parameter.grad
+        slot.has_gradient = gradient is not None
+        self._gradient = _sparse(gradient, slot.parameter)
+        slot.parameter.grad = None
+
+    def payload(self) -> Tensor:
+        assert self._gradient is not None
+        return self._gradient
+
+    def gradients_only(self) -> Tensor:
+        """The gradient, as for ``payload``: a sparse bucket never carries the tail."""
+        return self.payload()
+
+    def accept(self, result: Tensor) -> None:
+        self._gradient = result
+
+    def absorb_late(self) -> None:
+        (slot,) = self.slots
+        late = slot.parameter.grad
+        if late is not None:
+            self._gradient = (self.payload() + _sparse(late, slot.parameter)).coalesce()
+            slot.has_gradient = True
+            slot.parameter.grad = None
+
+    def hand_back(self, slot: Slot) -> None:
+        slot.parameter.grad = self.payload()
+        self._gradient = None
+
+
+class GradBucket:
+    """What a communication hook receives: torch.distributed.GradBucket's methods over our bucket.
+
+    A hook is any callable ``(state, bucket) -> torch.futures.Future[Tensor]``; the future's
+    value is the reduced buffer. The gradients are this rank's own, not yet divided.
+    """
+
+    def __init__(self, bucket: Bucket, is_last: bool) -> None:
+        self._bucket = bucket
+        self._is_last = is_last
+        self._buffer = bucket.gradients_only()
+
+    def index(self) -> int:
+        """Place of the bucket in the launch order."""
+        return self._bucket.index
+
+    def buffer(self) -> Tensor:
+        """The flattened gradients, 1-d, in the bucket's dtype (sparse: the gradient itself)."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Put another tensor in place of the buffer; ``gradients`` follows it."""
+        self._buffer = buffer
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the pass."""
+        return self._is_last
+
+    def parameters(self) -> list[Tensor]:
+        """The bucket's parameters, in slot order."""
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def gradients(self) -> list[Tensor]:
+        """The buffer cut into one tensor per parameter, with the parameters' shapes."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        gradients, offset = [], 0
+        for parameter in self.parameters():
+            gradients.append(_alias(self._buffer, offset, parameter))
+            offset += parameter.numel()
+        return gradients
+
+
+def _alias(flat: Tensor, offset: int, like: Tensor) -> Tensor:
+    """A tensor over part of ``flat`` with the shape and, where they leave no holes, the strides of ``like``.
+
+    Not an autograd view: users may call ``detach_()`` on a gradient.
+    """
+    strides = torch.empty_like(like, device="meta").stride()  # those of `like` if it is dense, else packed
+    alias = flat.new_empty(0)
+    return alias.set_(flat.untyped_storage(), flat.storage_offset() + offset, like.shape, strides)  # type: ignore[call-overload, no-any-return]
+
+
+def _wire(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat) if flat.is_complex() else flat
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _sparse(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    if gradient is None:
+        indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
+        values = parameter.new_empty((0, *parameter.shape[1:]), requires_grad=False)
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+    gradient = gradient.detach()
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()

@@ -1,0 +1,93 @@
+"""How a bucket is reduced: averaging by default, or a communication hook of the user.
+
+A hook has torch's contract, ``(state, bucket) -> torch.futures.Future[Tensor]``, so
+torch.distributed.algorithms.ddp_comm_hooks (fp16, bf16, PowerSGD, post-local SGD,
+quantization) serve unchanged. A hook gets undivided local gradients and divides itself.
+
+Note "averaging": float32 and wider are summed and divided by the process group where it
+can (ReduceOp.AVG), by us afterwards where it cannot. float16 and bfloat16 are divided
+before the sum, so that it cannot overflow: |sum of x/W| <= max |x|.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from paceline.engine.bucket import GradBucket
+
+Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+BUILT_IN_HOOKS = {
+    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+
+
+class Averaging:
+    """Averages tensors over the ranks of a group, in place.
+
+    Args:
+        group: the ranks that take part.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        self._group_can_average = True
+
+    def start(self, tensor: Tensor, divisor: int | None = None) -> dist.Work:
+        """Start averaging ``tensor``.
+
+        Args:
+            tensor: any float or complex dtype, dense or sparse COO; the collective owns it until done.
+            divisor: what the sum is divided by, the world size unless given.
+
+        Returns:
+            The work in flight; when it is done, call ``complete`` on the tensor.
+        """
+        if divisor is not None or self._divides_first(tensor):
+            tensor.div_(divisor or self._world_size)
+            return self._all_reduce(tensor, dist.ReduceOp.SUM)
+        if self._group_can_average:
+            try:
+                return self._all_reduce(tensor, dist.ReduceOp.AVG)
+            except (RuntimeError, ValueError):  # refused before anything was sent, on all ranks alike
+                self._group_can_average = False
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
+
+    def complete(self, tensor: Tensor, divisor: int | None = None) -> None:
+        """What is left to do once the work is done."""
+        if divisor is None and not self._group_can_average and not self._divides_first(tensor):
+            tensor.div_(self._world_size)
+
+    def _divides_first(self, tensor: Tensor) -> bool:
+        return tensor.is_sparse or tensor.dtype in _LOW_PRECISION
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp) -> dist.Work:
+        return dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
+
+
+def check_hook(hook: Hook) -> None:
+    """Refuse a hook that cannot serve.
+
+    Raises:
+        TypeError: it is not callable.
+        ValueError: its annotations are not ``(state, bucket: GradBucket) -> Future[Tensor]``.
+    """
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")

@@ -1,0 +1,413 @@
+"""DistributedDataParallel: construct, forward, no_sync, join, state_dict, pickling.
+
+Forward does three things around the module's own: it lets the reducer catch up with what
+happened to the module, broadcasts buffers when due, and marks the outputs so that the
+reducer sees where backward starts. Gradients are the reducer's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.utils import _pytree as pytree
+
+from paceline.comm.coalesced import broadcast_tensors, gather_objects
+from paceline.engine.buffers import BufferSync
+from paceline.engine.comm_hooks import Hook, check_hook
+from paceline.engine.join import WrapperJoinHook, agree_to_synchronise, synchronise_buffers
+from paceline.engine.parameters import TrainedParameters, spec_of
+from paceline.engine.plan import BucketCaps
+from paceline.engine.reducer import Reducer, ReducerOptions
+from paceline.engine.state_keys import use_plain_keys
+from paceline.engine.torch_names import TorchNames
+from paceline.errors import ArgumentError, ReplicaMismatchError
+
+
+class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+    """Trains copies of one module on several ranks, averaging their gradients in backward.
+
+    Takes the place of ``torch.nn.parallel.DistributedDataParallel`` (Li et al., "PyTorch
+    Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020), with the same
+    arguments and methods. Differences, all of them on the safe side:
+
+    - Whether a backward synchronises depends on ``no_sync`` when that backward starts, not on
+      how or whether forward was called; several forwards and backwards, and losses computed
+      through ``wrapper.module``, give averaged gradients.
+    - Unused parameters never block. A parameter that no rank used keeps its ``.grad`` (None
+      included); one that some ranks used gets the mean with zeros for the others. With
+      ``find_unused_parameters=False`` the next forward raises and names them, on all ranks.
+    - Gradients always live in the buckets, once. With ``gradient_as_bucket_view=False`` (the
+      default) a gradient that you keep across ``zero_grad`` stays as it is, as in plain PyTorch;
+      with True later passes write over it, which saves looking.
+    - Parameters may be frozen, unfrozen or replaced after wrapping, on all ranks alike.
+    - ``state_dict()`` has the keys of ``module``, ``load_state_dict()`` takes those and torch's alike.
+    - A module without trainable parameters is passed through.
+
+    All ranks must construct it at the same point. Construction compares names, shapes and dtypes
+    of parameters on all ranks, then makes parameters and buffers equal to rank 0's.
+
+    Args:
+        module: the module to train; its parameters all on one type of device.
+        device_ids: one device index that inputs are moved to, for modules on one accelerator.
+        output_device: accepted for modules on an accelerator; outputs stay where they are.
+        dim: kept for callers of ``scatter`` and ``gather``; has no influence on training.
+        broadcast_buffers: whether buffers follow rank 0 at the start of forward.
+        init_sync: whether construction compares and broadcasts; if False, you make ranks equal.
+        process_group: the ranks; all of them by default.
+        bucket_cap_mb: MiB of gradient in one all-reduce; default 25, with small first and last buckets.
+        find_unused_parameters: allow steps that leave parameters without gradient.
+        check_reduction: obsolete in torch as well; only False.
+        gradient_as_bucket_view: see above.
+        static_graph: every step uses the same parameters equally often; a change raises.
+        device_mesh: a one-dimensional mesh in place of ``process_group``.
+        bucket_cap_mb_list: caps of the first buckets in MiB; ``bucket_cap_mb`` holds for the others.
+        batched_grad_copy: small gradients are always copied in batches here; either value is right.
+        forward_sync_buffers: newer name of ``broadcast_buffers``; wins if given.
+
+    Raises:
+        ArgumentError: arguments that cannot work.
+        ReplicaMismatchError: ranks hold different parameters; raised on every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        _refuse_unsupported(
+            check_reduction=check_reduction,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
+        self.process_group = _choose_group(process_group, device_mesh)
+        self.module = module
+        self.dim = dim
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.device = _only_device_type(module)
+        self.device_ids, self.output_device = _check_devices(module, device_ids, output_device)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.bucket_cap_mb = bucket_cap_mb
+        self.bucket_cap_mb_list = list(bucket_cap_mb_list or ())
+        _check_caps(bucket_cap_mb, self.bucket_cap_mb_list)
+        wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.forward_sync_buffers = True if wanted is None else wanted
+        use_plain_keys(self)
+        if init_sync:
+            self._make_replicas_equal()
+        self._build_reducer()
+
+    # -- training ---------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on this rank's part of the batch.
+
+        Communicates only when gradients are enabled and the module is in training mode, and then
+        only buffers, at the first forward after a synchronising backward.
+
+        Raises:
+            UnusedParametersError: the last step left parameters without gradient, and
+                ``find_unused_parameters`` is False.
+        """
+        if torch.is_grad_enabled():
+            self._before_forward()
+        if self.device_ids:
+            inputs, kwargs = self._to_device(inputs), self._to_device(kwargs)
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self.reducer.watch_outputs(_tensors_in(output))
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards that start inside do not communicate; gradients add up on this rank.
+
+        The next backward outside averages everything that has added up.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward that starts now averages gradients; ``no_sync`` writes it."""
+        return self.reducer.synchronise
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.reducer.synchronise = value
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` reduce buckets in place of averaging.
+
+        Args:
+            state: passed to every call.
+            hook: ``(state, bucket) -> torch.futures.Future[Tensor]``; the bucket has the methods of
+                ``torch.distributed.GradBucket``, its gradients are local and not divided.
+
+        Raises:
+            TypeError, ValueError: not callable, or annotated as something else.
+            RuntimeError: a hook is registered already.
+        """
+        check_hook(hook)
+        if self.reducer.hook is not None:
+            raise RuntimeError("register_comm_hook can only be called once on a wrapper; a hook is registered already")
+        self.reducer.hook, self.reducer.hook_state = hook, state
+
+    # -- uneven inputs ----------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context in which ranks may have different numbers of batches.
+
+        Args:
+            divide_by_initial_world_size: divide gradient sums by the number of all ranks; if False,
+                by the number of ranks that still have data.
+            enable: False makes the context do nothing.
+            throw_on_early_termination: raise on all ranks as soon as one has run out.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What ``Join`` runs on a rank that has run out of data."""
+        return WrapperJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the collectives that ``Join`` issues."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Group of the collectives that ``Join`` issues."""
+        return self.process_group
+
+    # -- state ------------------------------------------------------------------------------
+
+    def module_states(self, include_buffers: bool = True) -> list[Tensor]:
+        """Parameters, and buffers if asked for, that are equal on all ranks."""
+        ignored = self.parameters_to_ignore
+        states = [p.detach() for name, p in self.module.named_parameters() if name not in ignored]
+        if include_buffers:
+            states += [b.detach() for name, b in self.module.named_buffers() if name not in ignored]
+        return states
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the process group and the reducer; the copy is built on the default group."""
+        _require_default_group(self.process_group)
+        state = self.__dict__.copy()
+        for name in ("process_group", "reducer", "buffer_sync"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = _choose_group(None, None)
+        self._build_reducer()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        joining = Join.notify_join_context(self) is not None
+        newcomers = self.reducer.prepare_forward()
+        if newcomers:
+            self._verify_same_parameters()
+            broadcast_tensors([p.detach() for p in newcomers], self.process_group)
+        if joining:
+            synchronise_buffers(self, has_data=True)
+            agree_to_synchronise(self, has_data=True)
+        elif self.module.training and self.buffer_sync.due(self.reducer.passes_finished):
+            self.buffer_sync.broadcast(source=0)
+
+    def _to_device(self, values: Any) -> Any:
+        device = torch.device(self.device.type, self.device_ids[0])
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
+
+    def _make_replicas_equal(self) -> None:
+        self._verify_same_parameters()
+        broadcast_tensors(self.module_states(), self.process_group)
+
+    def _verify_same_parameters(self) -> None:
+        """Raise on every rank, naming the first difference, unless all ranks hold the same parameters."""
+        ignored = self.parameters_to_ignore
+        mine = [
+            (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+            for name, p in self.module.named_parameters()
+            if name not in ignored
+        ]
+        for rank, theirs in enumerate(gather_objects(mine, self.process_group)):
+            if theirs != mine:
+                raise ReplicaMismatchError(_first_difference(dist.get_rank(self.process_group), mine, rank, theirs))
+
+    def _build_reducer(self) -> None:
+        self.buffer_sync = BufferSync(
+            self.module, self.process_group, self.parameters_to_ignore, self.forward_sync_buffers
+        )
+        self.reducer = Reducer(
+            TrainedParameters(self.module, self.parameters_to_ignore),
+            self.process_group,
+            ReducerOptions(
+                caps=BucketCaps.from_megabytes(self.bucket_cap_mb, self.bucket_cap_mb_list),
+                find_unused_parameters=self.find_unused_parameters,
+                static_graph=self.static_graph,
+                keep_shared=not self.gradient_as_bucket_view,
+            ),
+        )
+
+
+def _refuse_unsupported(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value:
+            raise ArgumentError(f"DistributedDataParallel does not support {name} yet, got {value!r}; leave it out")
+
+
+def _choose_group(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
+    if group is not None and mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
+        return mesh.get_group(mesh_dim=0)
+    if group is not None:
+        return group
+    if not dist.is_initialized():
+        raise ArgumentError(
+            "DistributedDataParallel needs a process group and there is none; call "
+            "torch.distributed.init_process_group() first, and start the script with `paceline launch`"
+        )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _require_default_group(group: dist.ProcessGroup) -> None:
+    if group is not dist.group.WORLD:
+        raise RuntimeError(
+            "DistributedDataParallel can only be pickled or copied with the default process group; "
+            "pickle or copy its .module and wrap that"
+        )
+
+
+def _only_device_type(module: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    types = {device.type for device in devices}
+    if len(types) > 1:
+        raise ArgumentError(
+            f"DistributedDataParallel's input module must be on the same type of devices, but it has parameters "
+            f"or buffers on {sorted(types)}; move it to one with module.to(...)"
+        )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: {name} has no "
+                "shape yet. Run a dummy forward pass to correctly initialize the modules"
+            )
+    return min(devices, key=str) if devices else torch.device("cpu")
+
+
+def _check_devices(
+    module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> tuple[list[int] | None, int | None]:
+    ids = list(device_ids or ())
+    if len(ids) > 1:
+        raise ArgumentError("device_ids can only be None or contain a single element.")
+    devices = {parameter.device for parameter in module.parameters()}
+    on_one_accelerator = len(devices) == 1 and next(iter(devices)).type != "cpu"
+    if not on_one_accelerator:
+        if ids or output_device is not None:
+            raise ArgumentError(
+                "DistributedDataParallel device_ids and output_device arguments only work with single-device "
+                f"modules on an accelerator, but got device_ids {device_ids}, output_device {output_device}, and "
+                f"module parameters on {sorted(map(str, devices))}; leave them out"
+            )
+        return None, None
+    if not ids:
+        return None, None
+    index = _device_index(ids[0])
+    return [index], index if output_device is None else _device_index(output_device)
+
+
+def _device_index(device: int | torch.device | str) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return 0 if index is None else index
+
+
+def _check_caps(cap_mb: float | None, cap_mb_list: list[float]) -> None:
+    for value in [*cap_mb_list, *([] if cap_mb is None else [cap_mb])]:
+        if not value > 0:
+            raise ArgumentError(f"bucket_cap_mb must be a positive number of MiB, got {value!r}")
+
+
+def _first_difference(my_rank: int, mine: list[Any], rank: int, theirs: list[Any]) -> str:
+    for index in range(max(len(mine), len(theirs))):
+        here = mine[index] if index < len(mine) else None
+        there = theirs[index] if index < len(theirs) else None
+        if here != there:
+            return (
+                f"rank {my_rank}: the ranks hold different models. The first difference is parameter {index}: "
+                f"{_describe(here)} on rank {my_rank}, {_describe(there)} on rank {rank} "
+                f"({len(mine)} and {len(theirs)} parameters in all). Build the same module on every rank."
+            )
+    raise AssertionError("called only when the lists differ")
+
+
+def _describe(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+    if parameter is None:
+        return "nothing"
+    name, shape, dtype, trained = parameter
+    sizes = ", ".join(str(extent) for extent in shape)
+    return f"{name} of shape [{sizes}], {dtype}{'' if trained else ', frozen'}"
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    """Tensors in nested containers, dataclasses and plain objects with attributes."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found

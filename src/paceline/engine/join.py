@@ -1,0 +1,72 @@
+"""Uneven inputs: ranks that have run out of data shadow the collectives of the others.
+
+``torch.distributed.algorithms.Join`` drives this. In each iteration it first counts, with a
+collective of its own, the ranks that still have data; a rank that has none then runs
+``main_hook`` here, which must issue what the others' forward and backward issue, in the
+same order: agree on a source and broadcast buffers, say whether backward synchronises,
+and reduce every bucket with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+from paceline.comm.coalesced import broadcast_tensors
+
+if TYPE_CHECKING:
+    from paceline.engine.ddp import DistributedDataParallel
+
+
+class WrapperJoinHook(JoinHook):
+    """Shadows one wrapper.
+
+    Args:
+        wrapper: the DistributedDataParallel that takes part.
+        divide_by_initial_world_size: divide sums by the number of all ranks, or else by the
+            number of ranks that still have data.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+        super().__init__()
+        self._wrapper = wrapper
+        wrapper.reducer.divide_by_active = not divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """One iteration of the others, with nothing to contribute."""
+        wrapper = self._wrapper
+        wrapper.reducer.prepare_forward()
+        synchronise_buffers(wrapper, has_data=False)
+        if agree_to_synchronise(wrapper, has_data=False):
+            wrapper.reducer.shadow_pass()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have run out: take the model of a rank that trained to the end."""
+        wrapper = self._wrapper
+        source = common_rank(wrapper, is_last_joiner)
+        broadcast_tensors(wrapper.module_states(include_buffers=wrapper.buffer_sync.enabled), wrapper.process_group, source)
+        wrapper.reducer.divide_by_active = False
+
+
+def synchronise_buffers(wrapper: DistributedDataParallel, has_data: bool) -> None:
+    """Broadcast buffers, if due, from a rank that still has data."""
+    if wrapper.buffer_sync.due(wrapper.reducer.passes_finished) and wrapper.buffer_sync.named():
+        wrapper.buffer_sync.broadcast(common_rank(wrapper, has_data))
+
+
+def agree_to_synchronise(wrapper: DistributedDataParallel, has_data: bool) -> bool:
+    """Whether the backward of this iteration synchronises on the ranks that have data."""
+    answer = torch.tensor([float(has_data and wrapper.require_backward_grad_sync)], device=wrapper.device)
+    dist.all_reduce(answer, group=wrapper.process_group)
+    return bool(answer.item())
+
+
+def common_rank(wrapper: DistributedDataParallel, eligible: bool) -> int:
+    """The highest rank of those that say they are eligible; the same on every rank."""
+    rank = dist.get_rank(wrapper.process_group)
+    candidate = torch.tensor([rank if eligible else -1], device=wrapper.device)
+    dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    return int(candidate.item())

@@ -1,0 +1,165 @@
+"""Parameters laid out in buckets, and the hooks by which autograd reports their gradients.
+
+The layout follows the module: ``refresh`` takes the parameters that are trained now,
+``replan`` moves them into other buckets. Gradients move over as they are next touched, so
+no change copies anything by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.engine.bucket import Bucket, DenseBucket, SparseBucket, Slot
+from paceline.engine.parameters import TrainedParameters
+from paceline.engine.plan import BucketCaps, BucketPlan, plan_buckets, registration_order
+from paceline.engine.usage import TailLayout
+
+_EXACT_TO_2_TO_20 = (torch.float32, torch.float64)  # dtypes in which the tail's whole numbers survive
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A hook on the node that accumulates into a parameter's ``.grad``; both live as long as this."""
+
+    node: Any
+    handle: Any
+    dtype: torch.dtype
+    device: torch.device
+
+    def fits(self, parameter: nn.Parameter) -> bool:
+        """Whether autograd still uses this node: a parameter that was converted has a new one."""
+        return parameter.dtype == self.dtype and parameter.device == self.device
+
+
+class BucketLayout:
+    """The slots and buckets of the parameters that are trained now.
+
+    Args:
+        parameters: the trained parameters of the module.
+        world_size: number of ranks.
+        caps: bucket sizes.
+        keep_shared: see ``DenseBucket``.
+        on_gradient: called with the slot after each accumulation into its parameter's ``.grad``;
+            must not keep the layout alive.
+    """
+
+    def __init__(
+        self,
+        parameters: TrainedParameters,
+        world_size: int,
+        caps: BucketCaps,
+        keep_shared: bool,
+        on_gradient: Callable[[Slot], None],
+    ) -> None:
+        self._parameters = parameters
+        self._world_size = world_size
+        self._caps = caps
+        self._keep_shared = keep_shared
+        self._on_gradient = on_gradient
+        self._watches: dict[nn.Parameter, Watch] = {}
+        self._by_parameter: dict[nn.Parameter, Slot] = {}
+        self.slots: list[Slot] = []
+        self.buckets: list[Bucket] = []
+        self.plan: BucketPlan
+        self.tail_layout: TailLayout
+        self.tail_travels_in_last_bucket = False
+        self._take_parameters()
+
+    def changed(self) -> bool:
+        """Whether the module's trained parameters are others than those laid out."""
+        return self._parameters.changed()
+
+    def refresh(self) -> list[nn.Parameter]:
+        """Lay out the parameters that are trained now; returns those not seen before."""
+        known = self._by_parameter.keys()
+        self._parameters.scan()
+        self._take_parameters()
+        return [parameter for parameter in self._by_parameter if parameter not in known]
+
+    def replan(self, order: list[int], trailing: Set[int]) -> None:
+        """Move the parameters into buckets filled in ``order``; see ``plan_buckets``."""
+        specs = self._parameters.specs
+        self.plan = plan_buckets(specs, order, self._caps, trailing)
+        count = len(self.plan.buckets)
+        self.tail_layout = TailLayout(self._world_size, len(specs), count)
+        for slot in self.slots:
+            slot.view = None
+        self.buckets = [self._make_bucket(position, position == count - 1) for position in range(count)]
+        last = self.buckets[-1] if self.buckets else None
+        self.tail_travels_in_last_bucket = isinstance(last, DenseBucket) and last.has_tail
+        self._separate_tail: Tensor | None = None
+
+    @property
+    def tail(self) -> Tensor:
+        """Where the tail is written: behind the last bucket's gradients, or in a tensor of its own."""
+        last = self.buckets[-1]
+        if self.tail_travels_in_last_bucket:
+            assert isinstance(last, DenseBucket)
+            return last.tail
+        if self._separate_tail is None:
+            device = last.slots[0].parameter.device
+            self._separate_tail = torch.zeros(self.tail_layout.numel, dtype=torch.float32, device=device)
+        return self._separate_tail
+
+    def accumulates_now(self) -> bool:
+        """Whether the running graph task accumulates into any ``.grad`` (``autograd.grad`` does not)."""
+        return any(_will_run(watch.node) for watch in self._watches.values())
+
+    def stop_watching(self) -> None:
+        """Take the hooks off the parameters."""
+        for watch in self._watches.values():
+            watch.handle.remove()
+        self._watches.clear()
+
+    def _take_parameters(self) -> None:
+        taken: dict[nn.Parameter, Slot] = {}
+        for index, (name, parameter) in enumerate(self._parameters.named):
+            slot = self._by_parameter.get(parameter) or Slot(parameter)
+            slot.index, slot.name = index, name
+            taken[parameter] = slot
+        for parameter in self._watches.keys() - taken.keys():
+            self._watches.pop(parameter).handle.remove()
+        for parameter, slot in taken.items():
+            if parameter not in self._watches or not self._watches[parameter].fits(parameter):
+                self._watches[parameter] = self._watch(slot)
+        self._by_parameter = taken
+        self.slots = list(taken.values())
+        self.replan(registration_order(len(self.slots)), frozenset())
+
+    def _watch(self, slot: Slot) -> Watch:
+        """Have autograd report each accumulation.
+
+        The hook sits on the accumulating node and not on the parameter, so that hooks which
+        users put on the parameter run before it, as with torch's class.
+        """
+        on_gradient = self._on_gradient
+        node = _accumulating_node(slot.parameter)
+        handle = node.register_hook(lambda *_: on_gradient(slot))
+        return Watch(node, handle, slot.parameter.dtype, slot.parameter.device)
+
+    def _make_bucket(self, position: int, is_last: bool) -> Bucket:
+        indices = self.plan.buckets[position]
+        slots = [self.slots[index] for index in indices]
+        if self._parameters.specs[indices[0]].sparse:
+            return SparseBucket(position, slots[0])
+        carries_tail = is_last and slots[0].parameter.dtype in _EXACT_TO_2_TO_20
+        return DenseBucket(position, slots, self.tail_layout.numel if carries_tail else 0, self._keep_shared)
+
+
+def _accumulating_node(parameter: nn.Parameter) -> Any:
+    with torch.enable_grad():
+        view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    return view.grad_fn.next_functions[0][0]
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # the node is an input of autograd.grad: captured there, not accumulated
+        return False

@@ -1,0 +1,87 @@
+"""Which parameters are trained, and noticing when that changes after wrapping.
+
+Layers are frozen, unfrozen, re-initialised or replaced while training goes on; gradients
+of whatever is trained *now* must be averaged.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from paceline.engine.plan import ParameterSpec
+
+_SPARSE_LAYERS = (nn.Embedding, nn.EmbeddingBag)
+
+
+class TrainedParameters:
+    """The parameters of a module that require gradients, without duplicates.
+
+    Args:
+        module: the wrapped module.
+        ignored: dotted names (of parameters) that are left alone.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+        self._module = module
+        self._ignored = ignored
+        self.named: list[tuple[str, nn.Parameter]] = []
+        self.specs: list[ParameterSpec] = []
+        self._modules: list[tuple[nn.Module, list[nn.Module | None], list[Tensor | None]]] = []
+        self._watched: list[Tensor] = []
+        self._traits: list[tuple[bool, torch.dtype]] = []
+        self.scan()
+
+    def scan(self) -> None:
+        """Read the module again."""
+        sparse = {id(p) for layer in self._module.modules() for p in _sparse_parameters(layer)}
+        self.named = [(name, p) for name, p in self._all_named() if p.requires_grad]
+        self.specs = [spec_of(name, p, id(p) in sparse) for name, p in self.named]
+        self._modules = [
+            (layer, list(layer._modules.values()), list(layer._parameters.values()))
+            for layer in self._module.modules()
+        ]
+        self._watched = [p for _, p in self._all_named()]
+        self._traits = self._current_traits()
+
+    def changed(self) -> bool:
+        """Whether a parameter was replaced, added, removed, frozen, unfrozen or converted since ``scan``.
+
+        Runs in every step, so it only compares identities and two attributes.
+        """
+        for layer, children, parameters in self._modules:
+            if not _same_objects(layer._modules.values(), children):
+                return True
+            if not _same_objects(layer._parameters.values(), parameters):
+                return True
+        return self._current_traits() != self._traits
+
+    def _all_named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)
+
+    def _current_traits(self) -> list[tuple[bool, torch.dtype]]:
+        return [(p.requires_grad, p.dtype) for p in self._watched]
+
+
+def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec:
+    """What the plan has to know of ``parameter``."""
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        element_size=parameter.element_size(),
+        kind=(parameter.dtype, parameter.device),
+        sparse=sparse,
+    )
+
+
+def _sparse_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    if isinstance(layer, _SPARSE_LAYERS) and layer.sparse:
+        return [layer.weight]
+    return []
+
+
+def _same_objects(now: Collection[object], before: list[object]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))

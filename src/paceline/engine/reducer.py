@@ -1,0 +1,510 @@
+"""One backward pass, from its first gradient to averaged gradients on every rank.
+
+    arm       _begin_pass      backward has started: does this one synchronise?
+    ready     _gradient_ready  a parameter's gradient was accumulated
+    launch    _launch_full     a bucket is full and all earlier ones are launched: all-reduce it
+    finish    _finish          backward has ended: launch what is missing, the tail last
+                 _collect      wait, and read what all ranks said in the tail
+                 _reduce_late  reduce again what got gradient after its launch
+                 _hand_back    point every .grad at its average
+    abandon   _abandon         backward raised instead: complete the collectives, tell the others
+
+Only autograd calls in from outside, through what ``BucketLayout``, ``watch_outputs``
+and ``_begin_pass`` register.
+
+Note "launch order": all ranks launch the same buckets in the same order, whatever order
+their gradients arrive in. The first plan is reverse registration order; after the first
+pass rank 0's order of arrival replaces it on all ranks.
+
+Note "how backward's end is seen": the engine's callback belongs to the innermost running
+graph task. Under re-entrant checkpointing that is an inner backward, which ends early. So
+a hook on the forward's outputs registers it at the outermost start; the first gradient
+does so where forward was bypassed. A pass that ends early on all ranks is merely less
+efficient: averaging in place is idempotent.
+
+Note "how a failed backward is seen": the callback is owned by the graph task. When
+backward raises, the task is destroyed and with it the callback, uncalled; its finalizer is
+the one place that hears of it in time.
+
+Note "after an exception": other ranks wait for the buckets this rank has not launched. So
+it launches them anyway, with a mark in the tail, and nobody gets stuck: every rank either
+raises or is told which rank did, and the next pass starts clean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from paceline.comm.coalesced import broadcast_tensors
+from paceline.comm.waiting import Peers
+from paceline.engine.bucket import Bucket, GradBucket, Slot
+from paceline.engine.comm_hooks import Averaging, Hook
+from paceline.engine.layout import BucketLayout
+from paceline.engine.parameters import TrainedParameters
+from paceline.engine.plan import BucketCaps, registration_order
+from paceline.engine.usage import (
+    PassVerdict,
+    RankReport,
+    Standing,
+    UnusedParameter,
+    words_for_changed_graph,
+    words_for_unused,
+)
+from paceline.errors import GraphChangedError, PeerFailedError, RanksOutOfStepError, UnusedParametersError
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """What the user decided.
+
+    Attributes:
+        caps: bucket sizes.
+        find_unused_parameters: whether a step may leave parameters without gradient.
+        static_graph: whether every step must use the same parameters equally often.
+        keep_shared: whether a gradient that the user kept across ``zero_grad`` stays as it was.
+    """
+
+    caps: BucketCaps
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    keep_shared: bool = True
+
+
+@dataclass
+class BackwardPass:
+    """One backward pass of this rank.
+
+    Attributes:
+        number: counts the synchronising passes of the wrapper, from 1.
+        synchronises: whether its gradients are averaged; fixed when backward starts.
+        engaged: whether it accumulates gradients at all (``autograd.grad`` does not).
+        standing: how this rank stands in it.
+        next_launch: index of the first bucket that is not launched.
+        flights: collectives under way.
+        arrivals: parameters in the order in which their gradients were complete.
+        late: buckets that got gradient after their launch.
+    """
+
+    number: int
+    synchronises: bool
+    engaged: bool = False
+    standing: Standing = Standing.TOOK_PART
+    next_launch: int = 0
+    flights: list[Flight] = field(default_factory=list)
+    arrivals: list[int] = field(default_factory=list)
+    late: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Flight:
+    """One collective under way: how to wait for it and what to do when it has landed."""
+
+    what: Callable[[], str]
+    wait: Callable[[], None]
+    land: Callable[[], None]
+
+
+class Reducer:
+    """Averages the gradients of a module's parameters over the ranks of a group.
+
+    Args:
+        parameters: the trained parameters of the wrapped module.
+        group: the ranks that hold copies of the module.
+        options: what the user decided.
+    """
+
+    def __init__(self, parameters: TrainedParameters, group: dist.ProcessGroup, options: ReducerOptions) -> None:
+        self.synchronise = True  # written by no_sync alone, read when a backward starts
+        self.divide_by_active = False  # under join: divide by the ranks that still have data
+        self.passes_finished = 0
+        self.hook: Hook | None = None
+        self.hook_state: Any = None
+        self.options = options
+        self._group = group
+        self._peers = Peers(group)
+        self._averaging = Averaging(group)
+        self.layout = BucketLayout(
+            parameters,
+            self._peers.world_size,
+            options.caps,
+            options.keep_shared,
+            on_gradient=_call_weakly(self._gradient_ready),
+        )
+        self._pass: BackwardPass | None = None
+        self._abandoned: BackwardPass | None = None
+        self._settled = False  # by the forward of this step, so that its backward need not look again
+        self._newcomers: list[nn.Parameter] = []  # added to the module since the last forward
+        self._forget_lessons()
+
+    # -- what the wrapper calls -------------------------------------------------------------
+
+    def prepare_forward(self) -> list[nn.Parameter]:
+        """Before a forward whose backward may follow.
+
+        Returns:
+            Parameters that the module did not have before: their values are still this rank's own.
+
+        Raises:
+            UnusedParametersError: the last synchronising pass left parameters without gradient and
+                ``find_unused_parameters`` is False.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return []  # recomputed inside a backward (checkpointing): the pass goes on
+        if self._pass is not None:
+            self._abandon(self._pass)
+        self._settle()
+        self._check_unused()
+        newcomers, self._newcomers = self._newcomers, []
+        return newcomers
+
+    def watch_outputs(self, outputs: Iterable[Tensor]) -> None:
+        """After a forward: see the outermost start of a backward that begins at these tensors."""
+        hook = _call_weakly(self._output_reached)
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(hook)
+
+    def shadow_pass(self) -> None:
+        """Take part in the others' pass without data: zeros for every parameter."""
+        current = BackwardPass(self.passes_finished + 1, synchronises=True, engaged=True)
+        current.standing = Standing.OUT_OF_DATA
+        for slot in self.layout.slots:
+            slot.parameter.grad = None
+        self._finish(current)
+
+    def detach(self) -> None:
+        """Stop listening to the parameters; gradients stay where they are."""
+        self.layout.stop_watching()
+
+    def _check_unused(self) -> None:
+        unused, self._unused = self._unused, None
+        if unused is None:
+            return
+        allowed = self.options.find_unused_parameters or self.options.static_graph
+        words = "" if allowed or not unused else self._words_for_unused(self.passes_finished, unused)
+        for slot in self.layout.slots:
+            slot.reached = False
+        if words:
+            raise UnusedParametersError(words)
+
+    # -- arm --------------------------------------------------------------------------------
+
+    def _output_reached(self, gradient: Tensor) -> None:
+        if self._pass is None:
+            self._begin_pass()
+
+    def _begin_pass(self) -> BackwardPass:
+        self._settle()
+        current = BackwardPass(self.passes_finished + 1, self.synchronise)
+        current.engaged = self.layout.accumulates_now()
+        self._pass = current
+        Variable._execution_engine.queue_callback(_EndOfBackward(self, current))  # type: ignore[attr-defined]
+        for bucket in self.layout.buckets:
+            bucket.ensure_unshared()
+        return current
+
+    def _settle(self) -> None:
+        """Between passes: finish what an exception left, follow the module, apply a new plan."""
+        if self._settled:
+            return
+        self._settled = True
+        if self._abandoned is not None:
+            self._drain(self._abandoned)
+        if self.layout.changed():
+            self._forget_lessons()
+            self._newcomers += self.layout.refresh()
+        elif self._replan_due and self._order is not None:
+            self._replan_due = False
+            self.layout.replan(self._order, self._trailing)
+
+    def _forget_lessons(self) -> None:
+        self._order: list[int] | None = None  # rank 0's order of arrival, once a pass has shown it
+        self._trailing: frozenset[int] = frozenset()  # parameters that some pass left unused
+        self._replan_due = False
+        self._static: list[int] | None = None  # firings of each parameter in the first pass
+        self._unused: dict[int, int] | None = None  # what the last pass left unused, until checked
+
+    # -- ready ------------------------------------------------------------------------------
+
+    def _gradient_ready(self, slot: Slot) -> None:
+        current = self._pass or self._begin_pass()
+        current.engaged = True
+        slot.firings += 1
+        slot.reached = True
+        bucket = slot.bucket
+        if bucket.launched:
+            current.late.add(bucket.index)
+            return
+        bucket.adopt(slot)
+        if slot.firings != slot.expected_firings:
+            return
+        current.arrivals.append(slot.index)
+        bucket.pending -= 1
+        if bucket.pending == 0 and current.synchronises:
+            self._launch_full(current)
+
+    # -- launch -----------------------------------------------------------------------------
+
+    def _launch_full(self, current: BackwardPass) -> None:
+        """Launch every full bucket whose turn it is; the last one waits for the end of backward."""
+        last = len(self.layout.buckets) - 1
+        while current.next_launch < last and self.layout.buckets[current.next_launch].pending == 0:
+            self._launch(current, self.layout.buckets[current.next_launch])
+
+    def _launch(self, current: BackwardPass, bucket: Bucket) -> None:
+        self._fill(current, bucket)
+        self._take_off(current, bucket)
+
+    def _launch_rest(self, current: BackwardPass) -> None:
+        """Launch what is left, in order; the last bucket takes the tail along."""
+        for bucket in self.layout.buckets[current.next_launch : -1]:
+            self._launch(current, bucket)
+        last = self.layout.buckets[-1]
+        self._fill(current, last)
+        self.layout.tail_layout.write(self.layout.tail, self._report(current))
+        self._take_off(current, last)
+        if self.hook is not None or not self.layout.tail_travels_in_last_bucket:
+            what = functools.partial(self._words_for_tail, current)
+            current.flights.append(self._average(self.layout.tail, what))
+
+    def _fill(self, current: BackwardPass, bucket: Bucket) -> None:
+        with torch.no_grad():
+            bucket.fill()
+        bucket.launched = True
+        current.next_launch = bucket.index + 1
+
+    def _take_off(self, current: BackwardPass, bucket: Bucket) -> None:
+        what = functools.partial(self._words_for_bucket, current, bucket)
+        flight = self._average(bucket.payload(), what) if self.hook is None else self._run_hook(bucket, what)
+        current.flights.append(flight)
+
+    def _run_hook(self, bucket: Bucket, what: Callable[[], str]) -> Flight:
+        assert self.hook is not None
+        is_last = bucket.index == len(self.layout.buckets) - 1
+        future = self.hook(self.hook_state, GradBucket(bucket, is_last))
+        return Flight(what, wait=future.wait, land=lambda: bucket.accept(_only_tensor(future.value())))
+
+    @torch.no_grad()
+    def _average(self, tensor: Tensor, what: Callable[[], str]) -> Flight:
+        try:
+            work = self._averaging.start(tensor)
+        except RuntimeError as error:
+            raise self._peers.explain(error, what()) from error
+        on_cpu = tensor.device.type == "cpu"
+        return Flight(
+            what=what,
+            wait=functools.partial(self._peers.wait, work, what) if on_cpu else work.wait,
+            land=functools.partial(self._averaging.complete, tensor),
+        )
+
+    # -- finish -----------------------------------------------------------------------------
+
+    def _finish(self, current: BackwardPass) -> None:
+        self._pass = None
+        try:
+            if current.synchronises and current.engaged and self.layout.buckets:
+                self._launch_rest(current)
+                self._conclude(current, self._collect(current))
+        finally:
+            self._reset()
+
+    def _collect(self, current: BackwardPass) -> PassVerdict:
+        self._land(current)
+        return self.layout.tail_layout.read(self.layout.tail)
+
+    @torch.no_grad()
+    def _land(self, current: BackwardPass) -> None:
+        flights, current.flights = current.flights, []
+        for flight in flights:
+            flight.wait()
+            flight.land()
+
+    def _conclude(self, current: BackwardPass, verdict: PassVerdict) -> None:
+        self.passes_finished += 1
+        self._check_verdict(current, verdict)
+        if verdict.late_buckets:
+            self._reduce_late(current, verdict.late_buckets)
+        if self.divide_by_active:
+            self._scale(self._peers.world_size / verdict.active_ranks())
+        self._hand_back(verdict)
+        self._learn(current, verdict)
+        if self.options.static_graph:
+            self._check_static(current)
+
+    def _check_verdict(self, current: BackwardPass, verdict: PassVerdict) -> None:
+        rank = self._peers.rank
+        failed = verdict.failed_ranks()
+        if failed:
+            raise PeerFailedError(
+                f"rank {rank}, backward pass {current.number}: backward raised an exception on rank "
+                f"{', '.join(map(str, failed))}, so this pass has no average; its gradients are "
+                "dropped on every rank. The exception stands in that rank's output."
+            )
+        if not verdict.in_step():
+            raise RanksOutOfStepError(
+                f"rank {rank}, backward pass {current.number}: the ranks are out of step, so gradients of "
+                f"different passes were mixed and are dropped. Backward passes by rank: {verdict.pass_numbers}; "
+                f"bucket plans by rank: {verdict.plan_fingerprints}. A rank skipped a backward (or made one more), "
+                "or its module's parameters were changed unlike the others'."
+            )
+
+    def _reduce_late(self, current: BackwardPass, indices: list[int]) -> None:
+        """Reduce again what got gradient after its launch; averaging is idempotent."""
+        for index in indices:
+            bucket = self.layout.buckets[index]
+            with torch.no_grad():
+                bucket.absorb_late()
+            self._take_off(current, bucket)
+        self._land(current)
+
+    @torch.no_grad()
+    def _scale(self, factor: float) -> None:
+        for bucket in self.layout.buckets:
+            bucket.gradients_only().mul_(factor)
+
+    def _hand_back(self, verdict: PassVerdict) -> None:
+        nowhere = verdict.held_nowhere()
+        for bucket in self.layout.buckets:
+            for slot in bucket.slots:
+                if slot.index not in nowhere:
+                    bucket.hand_back(slot)
+
+    def _learn(self, current: BackwardPass, verdict: PassVerdict) -> None:
+        """What this pass teaches for the next: firings, order of arrival, parameters often unused."""
+        for slot in self.layout.slots:
+            slot.expected_firings = slot.firings or slot.expected_firings
+        self._unused = verdict.unused_somewhere(self._peers.world_size)
+        if self._order is None:
+            self._order = self._agree_on_order(current)
+            self._replan_due = True
+        unseen = self._unused.keys() - self._trailing
+        if unseen and self.options.find_unused_parameters:
+            self._trailing |= unseen
+            self._replan_due = True
+
+    def _agree_on_order(self, current: BackwardPass) -> list[int]:
+        """Rank 0's order of arrival, on every rank; what did not arrive comes last."""
+        arrived = set(current.arrivals)
+        missing = [index for index in registration_order(len(self.layout.slots)) if index not in arrived]
+        order = torch.tensor(current.arrivals + missing, device=self.layout.tail.device)
+        broadcast_tensors([order], self._group)
+        return order.tolist()  # type: ignore[no-any-return]
+
+    def _check_static(self, current: BackwardPass) -> None:
+        firings = [slot.firings for slot in self.layout.slots]
+        if self._static is None:
+            self._static = firings
+        elif firings != self._static:
+            pairs = [(s, n) for s, n in zip(self.layout.slots, self._static, strict=True) if s.firings != n]
+            raise GraphChangedError(
+                words_for_changed_graph(
+                    self._peers.rank,
+                    current.number,
+                    [(slot.index, slot.name) for slot, _ in pairs if not slot.firings],
+                    [slot.name for slot, _ in pairs],
+                )
+            )
+
+    def _reset(self) -> None:
+        self._settled = False
+        for slot in self.layout.slots:
+            slot.firings = 0
+        for bucket in self.layout.buckets:
+            bucket.pending = len(bucket.slots)
+            bucket.launched = False
+
+    # -- abandon ----------------------------------------------------------------------------
+
+    def _abandon(self, current: BackwardPass) -> None:
+        """Backward raised. Complete the collectives the others wait for, and mark the pass."""
+        if self._pass is not current:
+            return
+        self._pass = None
+        if current.synchronises and current.engaged:
+            self._abandoned = current
+            with contextlib.suppress(RuntimeError):  # the group itself may be what failed
+                current.standing = Standing.RAISED
+                self._launch_rest(current)
+        self._reset()
+
+    def _drain(self, abandoned: BackwardPass) -> None:
+        """Wait for what ``_abandon`` launched; its result is worth nothing."""
+        self._abandoned = None
+        self.passes_finished += 1
+        self._land(abandoned)
+
+    # -- words ------------------------------------------------------------------------------
+
+    def _report(self, current: BackwardPass) -> RankReport:
+        has_data = current.standing is not Standing.OUT_OF_DATA
+        return RankReport(
+            rank=self._peers.rank,
+            pass_number=current.number,
+            plan_fingerprint=self.layout.plan.fingerprint,
+            standing=current.standing,
+            without_gradient=[s.index for s in self.layout.slots if not s.has_gradient and s.parameter.grad is None],
+            unreached=[s.index for s in self.layout.slots if not s.reached] if has_data else [],
+            late_buckets=sorted(current.late),
+        )
+
+    def _words_for_bucket(self, current: BackwardPass, bucket: Bucket) -> str:
+        names = [slot.name for slot in bucket.slots]
+        shown = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
+        count = len(self.layout.buckets)
+        return f"backward pass {current.number}, all-reduce of bucket {bucket.index + 1} of {count} ({shown})"
+
+    def _words_for_tail(self, current: BackwardPass) -> str:
+        return f"backward pass {current.number}, all-reduce of the pass's tail"
+
+    def _words_for_unused(self, number: int, unused: dict[int, int]) -> str:
+        slots = self.layout.slots
+        listed = [UnusedParameter(i, slots[i].name, users, slots[i].reached) for i, users in unused.items()]
+        return words_for_unused(self._peers.rank, self._peers.world_size, number, listed)
+
+
+class _EndOfBackward:
+    """Owned by a graph task: called when it completes, destroyed uncalled when it fails."""
+
+    def __init__(self, reducer: Reducer, current: BackwardPass) -> None:
+        self._reducer = weakref.ref(reducer)
+        self._current: BackwardPass | None = current
+
+    def __call__(self) -> None:
+        reducer, current = self._reducer(), self._current
+        self._current = None
+        if reducer is not None and current is not None:
+            reducer._finish(current)
+
+    def __del__(self) -> None:
+        reducer = self._reducer()
+        if reducer is not None and self._current is not None:
+            reducer._abandon(self._current)
+
+
+def _call_weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The bound method as a callback that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
+
+
+def _only_tensor(value: Any) -> Tensor:
+    """A hook's future holds a tensor, or a list of one."""
+    tensor = value[0] if isinstance(value, list | tuple) else value
+    assert isinstance(tensor, Tensor)
+    return tensor
