@@ -38,14 +38,21 @@ class BufferSync:
         """The buffers that are kept equal, by dotted name."""
         return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
 
-    def due(self, passes_finished: int) -> bool:
-        """Whether a forward now is the first one since a synchronising pass finished.
+    def is_due(self, passes_finished: int) -> bool:
+        """Whether a forward now would be the first one since a synchronising pass finished.
 
         Args:
-            passes_finished: number of synchronising passes so far, equal on all ranks. A forward
-                that is told True must broadcast: the next answer is False.
+            passes_finished: number of synchronising passes so far, equal on all ranks.
         """
-        due = self.enabled and passes_finished != self._passes_seen
+        return self.enabled and passes_finished != self._passes_seen
+
+    def make_due(self) -> None:
+        """Have the next forward broadcast in any case."""
+        self._passes_seen = -1
+
+    def take_turn(self, passes_finished: int) -> bool:
+        """Whether this forward broadcasts; if so, the next one does not."""
+        due = self.is_due(passes_finished) and bool(self.named())
         self._passes_seen = passes_finished
         return due
 

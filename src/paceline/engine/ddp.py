@@ -145,7 +145,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             inputs, kwargs = self._to_device(inputs), self._to_device(kwargs)
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            self.reducer.watch_outputs(_tensors_in(output))
+            self.reducer.prepare_for_backward(_tensors_in(output))
         return output
 
     @contextlib.contextmanager
@@ -251,14 +251,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _before_forward(self) -> None:
         joining = Join.notify_join_context(self) is not None
-        newcomers = self.reducer.prepare_forward()
+        newcomers = self.reducer.prepare_for_forward()
         if newcomers:
             self._verify_same_parameters()
             broadcast_tensors([p.detach() for p in newcomers], self.process_group)
         if joining:
             synchronise_buffers(self, has_data=True)
             agree_to_synchronise(self, has_data=True)
-        elif self.module.training and self.buffer_sync.due(self.reducer.passes_finished):
+        elif self.module.training and self.buffer_sync.take_turn(self.reducer.passes_finished):
             self.buffer_sync.broadcast(source=0)
 
     def _to_device(self, values: Any) -> Any:

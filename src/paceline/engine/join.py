@@ -38,7 +38,7 @@ class WrapperJoinHook(JoinHook):
     def main_hook(self) -> None:
         """One iteration of the others, with nothing to contribute."""
         wrapper = self._wrapper
-        wrapper.reducer.prepare_forward()
+        wrapper.reducer.prepare_for_forward()
         synchronise_buffers(wrapper, has_data=False)
         if agree_to_synchronise(wrapper, has_data=False):
             wrapper.reducer.shadow_pass()
@@ -53,7 +53,7 @@ class WrapperJoinHook(JoinHook):
 
 def synchronise_buffers(wrapper: DistributedDataParallel, has_data: bool) -> None:
     """Broadcast buffers, if due, from a rank that still has data."""
-    if wrapper.buffer_sync.due(wrapper.reducer.passes_finished) and wrapper.buffer_sync.named():
+    if wrapper.buffer_sync.take_turn(wrapper.reducer.passes_finished):
         wrapper.buffer_sync.broadcast(common_rank(wrapper, has_data))
 
 

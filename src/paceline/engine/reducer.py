@@ -9,7 +9,7 @@
                  _hand_back    point every .grad at its average
     abandon   _abandon         backward raised instead: complete the collectives, tell the others
 
-Only autograd calls in from outside, through what ``BucketLayout``, ``watch_outputs``
+Only autograd calls in from outside, through what ``BucketLayout``, ``prepare_for_backward``
 and ``_begin_pass`` register.
 
 Note "launch order": all ranks launch the same buckets in the same order, whatever order
@@ -107,9 +107,9 @@ class BackwardPass:
 
 @dataclass
 class Flight:
-    """One collective under way: how to wait for it and what to do when it has landed."""
+    """One collective under way: whether it is done, how to wait for it, what to do once it is."""
 
-    what: Callable[[], str]
+    done: Callable[[], bool]
     wait: Callable[[], None]
     land: Callable[[], None]
 
@@ -148,7 +148,7 @@ class Reducer:
 
     # -- what the wrapper calls -------------------------------------------------------------
 
-    def prepare_forward(self) -> list[nn.Parameter]:
+    def prepare_for_forward(self) -> list[nn.Parameter]:
         """Before a forward whose backward may follow.
 
         Returns:
@@ -167,7 +167,7 @@ class Reducer:
         newcomers, self._newcomers = self._newcomers, []
         return newcomers
 
-    def watch_outputs(self, outputs: Iterable[Tensor]) -> None:
+    def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """After a forward: see the outermost start of a backward that begins at these tensors."""
         hook = _call_weakly(self._output_reached)
         for tensor in outputs:
@@ -175,12 +175,15 @@ class Reducer:
                 tensor.register_hook(hook)
 
     def shadow_pass(self) -> None:
-        """Take part in the others' pass without data: zeros for every parameter."""
+        """Take part in the others' pass without data: zeros for every parameter.
+
+        This rank's gradients are None before and after: it has no step to make with them.
+        """
         current = BackwardPass(self.passes_finished + 1, synchronises=True, engaged=True)
         current.standing = Standing.OUT_OF_DATA
-        for slot in self.layout.slots:
-            slot.parameter.grad = None
+        self._drop_gradients()
         self._finish(current)
+        self._drop_gradients()
 
     def detach(self) -> None:
         """Stop listening to the parameters; gradients stay where they are."""
@@ -259,6 +262,8 @@ class Reducer:
         """Launch every full bucket whose turn it is; the last one waits for the end of backward."""
         last = len(self.layout.buckets) - 1
         while current.next_launch < last and self.layout.buckets[current.next_launch].pending == 0:
+            if self._hook_is_busy(current):
+                return
             self._launch(current, self.layout.buckets[current.next_launch])
 
     def _launch(self, current: BackwardPass, bucket: Bucket) -> None:
@@ -273,9 +278,20 @@ class Reducer:
         self._fill(current, last)
         self.layout.tail_layout.write(self.layout.tail, self._report(current))
         self._take_off(current, last)
+        if self.hook is not None:
+            self._land(current)
         if self.hook is not None or not self.layout.tail_travels_in_last_bucket:
             what = functools.partial(self._words_for_tail, current)
             current.flights.append(self._average(self.layout.tail, what))
+
+    def _hook_is_busy(self, current: BackwardPass) -> bool:
+        """Whether the hook of an earlier bucket is still at work.
+
+        Note "hooks take turns": a hook may issue further collectives from callbacks on its first
+        one (PowerSGD does). Were another bucket launched meanwhile, ranks could issue the two in
+        different orders.
+        """
+        return self.hook is not None and not all(flight.done() for flight in current.flights)
 
     def _fill(self, current: BackwardPass, bucket: Bucket) -> None:
         with torch.no_grad():
@@ -285,14 +301,17 @@ class Reducer:
 
     def _take_off(self, current: BackwardPass, bucket: Bucket) -> None:
         what = functools.partial(self._words_for_bucket, current, bucket)
-        flight = self._average(bucket.payload(), what) if self.hook is None else self._run_hook(bucket, what)
+        flight = self._run_hook(current, bucket) if self.hook else self._average(bucket.payload(), what)
         current.flights.append(flight)
 
-    def _run_hook(self, bucket: Bucket, what: Callable[[], str]) -> Flight:
+    def _run_hook(self, current: BackwardPass, bucket: Bucket) -> Flight:
         assert self.hook is not None
+        self._land(current)
         is_last = bucket.index == len(self.layout.buckets) - 1
         future = self.hook(self.hook_state, GradBucket(bucket, is_last))
-        return Flight(what, wait=future.wait, land=lambda: bucket.accept(_only_tensor(future.value())))
+        return Flight(
+            done=future.done, wait=future.wait, land=lambda: bucket.accept(_only_tensor(future.value()))
+        )
 
     @torch.no_grad()
     def _average(self, tensor: Tensor, what: Callable[[], str]) -> Flight:
@@ -302,7 +321,7 @@ class Reducer:
             raise self._peers.explain(error, what()) from error
         on_cpu = tensor.device.type == "cpu"
         return Flight(
-            what=what,
+            done=work.is_completed,
             wait=functools.partial(self._peers.wait, work, what) if on_cpu else work.wait,
             land=functools.partial(self._averaging.complete, tensor),
         )
@@ -414,6 +433,10 @@ class Reducer:
                     [slot.name for slot, _ in pairs],
                 )
             )
+
+    def _drop_gradients(self) -> None:
+        for slot in self.layout.slots:
+            slot.parameter.grad = None
 
     def _reset(self) -> None:
         self._settled = False

@@ -41,6 +41,16 @@ class TorchNames:
         return self.buffer_sync.named()
 
     @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next training forward broadcasts buffers; True makes it do so."""
+        return self.buffer_sync.is_due(self.reducer.passes_finished)
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        if value:
+            self.buffer_sync.make_due()
+
+    @property
     def bucket_bytes_cap(self) -> int:
         """Bytes of gradient in one all-reduce, behind the first bucket."""
         return self.reducer.options.caps.limits[-1]
