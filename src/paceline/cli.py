@@ -1,0 +1,63 @@
+"""The ``paceline`` command."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from paceline.errors import ArgumentError, PacelineError
+from paceline.launch.flags import add_launch_arguments, config_from
+
+_USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one ``paceline`` command.
+
+    Args:
+        arguments: the command line without the program's name; None takes the process's own.
+
+    Returns:
+        The exit status: 0 when all went well, 2 for a command line that cannot work, 1 when the ranks
+        could not be started, else what ``paceline launch`` says of the ranks.
+    """
+    understood, unknown = _parser().parse_known_args(arguments)
+    try:
+        return _launch(understood, unknown)
+    except PacelineError as error:
+        print(f"paceline {understood.command}: {error}", file=sys.stderr)
+        return _USAGE_ERROR if isinstance(error, ArgumentError) else 1
+    except KeyboardInterrupt:  # while torch was being imported: no rank had been started
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline", description="Data-parallel training on PyTorch.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"paceline {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    launch = commands.add_parser(
+        "launch", help="start a training script on several ranks", allow_abbrev=False
+    )
+    add_launch_arguments(launch)
+    return parser
+
+
+def _launch(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    config = config_from(understood, unknown)
+    from paceline.launch.agent import launch  # here: it imports torch, which --help need not wait for
+
+    status = launch(config)
+    gc.freeze()  # the process ends now, and taking torch's modules apart would hold it up for half a second
+    return status
+
+
+def _version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

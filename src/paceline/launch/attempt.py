@@ -1,0 +1,261 @@
+"""One attempt: all ranks of this machine, from their start until none of their processes is left.
+
+start()   for each rank: channels for its output, then the process
+poll()    which have ended
+stop()    signal -> grace -> SIGKILL to everything that is left of the run -> drain the output
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from paceline.errors import LaunchError
+from paceline.launch.failure import Ending
+from paceline.launch.flags import STDERR, STDOUT, LaunchConfig
+from paceline.launch.guardian import Guardian, kill_run
+from paceline.launch.output import Pump, RankStream, Screen
+from paceline.launch.rank_environment import RankSeat
+from paceline.launch.rank_process import RankProcess, StandardStreams, rank_command
+from paceline.launch.terminal import copy_size, open_channel
+
+_LAST_THREADS = 2.0  # seconds for all threads of a killed rank to be gone; only then is its end reported
+_LOOK = 0.02  # seconds between two looks at ranks that are about to end
+
+
+@dataclass(frozen=True)
+class Screens:
+    """The launcher's own stdout and stderr."""
+
+    stdout: Screen
+    stderr: Screen
+
+    @classmethod
+    def of_this_process(cls) -> Screens:
+        """The screens of file descriptors 1 and 2, which may well be one and the same."""
+        stdout = Screen(1)
+        return cls(stdout, Screen(2, beside=stdout))
+
+
+@dataclass(frozen=True)
+class AttemptFolder:
+    """Where one attempt's files lie: ``<run>/attempt_<n>/<local rank>/...``.
+
+    Args:
+        logs: folder of the run for the user's logs, if any are wanted.
+        scratch: folder of the run that goes when the run does.
+        attempt: number of the attempt, from 0.
+    """
+
+    logs: Path | None
+    scratch: Path
+    attempt: int
+
+    def error_file(self, local_rank: int) -> Path:
+        """Where torch elastic's ``@record`` in this rank writes an exception; makes the folder."""
+        return self._of(self.logs or self.scratch, local_rank) / "error.json"
+
+    def log_file(self, local_rank: int, name: str) -> Path | None:
+        """Where the rank's stream of this name is kept, if it is; makes the folder."""
+        return self._of(self.logs, local_rank) / f"{name}.log" if self.logs else None
+
+    def _of(self, base: Path, local_rank: int) -> Path:
+        folder = base / f"attempt_{self.attempt}" / str(local_rank)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"the folder {str(folder)!r} for the ranks' output cannot be made: {error.strerror}"
+            ) from None
+        return folder
+
+
+class Attempt:
+    """The ranks of one attempt.
+
+    Args:
+        config: what to start.
+        run_id: the run's mark in the environment of everything started.
+        screens: where output goes.
+        guardian: told which sessions to end should the launcher be killed.
+        folder: where files go.
+        seats: the ranks of this machine.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        run_id: str,
+        screens: Screens,
+        guardian: Guardian,
+        folder: AttemptFolder,
+        seats: Sequence[RankSeat],
+    ) -> None:
+        self.folder = folder
+        self._config, self._run_id, self._screens, self._guardian = config, run_id, screens, guardian
+        self._seats = seats
+        self._ranks: list[RankProcess] = []
+        self._streams: list[RankStream] = []
+        self._stderr: dict[int, RankStream] = {}
+        self._terminals: list[tuple[int, int]] = []  # (the real one, the rank's that follows its size)
+        self._pump: Pump | None = None
+
+    def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
+        """Start every rank; call it from the main thread only (see the leash in ``rank_process.py``).
+
+        Args:
+            environments: whole environment by local rank.
+
+        Returns:
+            process number by local rank.
+
+        Raises:
+            LaunchError: one could not be started; those that were are ended again by ``stop``.
+        """
+        try:
+            for seat in self._seats:
+                self._start_rank(seat, environments[seat.local_rank])
+                self._guardian.watch([rank.pid for rank in self._ranks])
+        finally:
+            self._pump = Pump(self._streams)
+        return {rank.seat.local_rank: rank.pid for rank in self._ranks}
+
+    def poll(self) -> bool:
+        """Look at the ranks. Returns whether there is something to do: one failed, or all ended."""
+        for rank in self._ranks:
+            rank.poll()
+        for real, pseudo in self._terminals:
+            copy_size(real, pseudo)
+        return any(rank.failed for rank in self._ranks) or not self.running
+
+    @property
+    def running(self) -> bool:
+        """Whether any rank has not ended yet."""
+        return any(rank.running for rank in self._ranks)
+
+    def endings(self) -> list[Ending]:
+        """How the ranks that have ended did so."""
+        return [self._ending(rank) for rank in self._ranks if rank.exit_code is not None]
+
+    def wait(self, seconds: float, until: Callable[[], bool]) -> None:
+        """Give the ranks time to end by themselves.
+
+        Args:
+            seconds: how long at most.
+            until: asked after each look; true ends the waiting early.
+        """
+        deadline = time.monotonic() + seconds
+        while self.running and not until() and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+            self.poll()
+
+    def stop(
+        self, number: int, grace: float, *, hurry: Callable[[], bool], output_limit: float | None
+    ) -> bool:
+        """End what is left of the attempt; afterwards none of its processes is there any more.
+
+        Args:
+            number: the signal that asks ranks to end.
+            grace: seconds they have before SIGKILL.
+            hurry: asked while waiting; true cuts the grace, and the wait for our reader, short.
+            output_limit: seconds to wait for whoever reads our output; None waits until all is passed on.
+
+        Returns:
+            Whether all that the ranks wrote has been passed on.
+        """
+        for rank in self._ranks:
+            # A Python rank may still need its data loading workers, to get to a checkpoint;
+            # another program (a shell, say) does not pass signals on to what it started.
+            rank.send(number, whole_group=self._config.no_python)
+        self.wait(grace, until=hurry)
+        for rank in self._ranks:
+            rank.send(signal.SIGKILL, whole_group=True)
+        kill_run(self._run_id, [rank.pid for rank in self._ranks])
+        self.wait(_LAST_THREADS, until=lambda: False)
+        return self._drain(output_limit, hurry)
+
+    def close(self) -> None:
+        """Reap the ended ranks, after the last look at how they ended."""
+        self._guardian.watch([])
+        for rank in self._ranks:
+            rank.reap()
+
+    def _drain(self, limit: float | None, hurry: Callable[[], bool]) -> bool:
+        if self._pump is None:
+            return True
+        self._pump.finish()
+        deadline = None if limit is None else time.monotonic() + limit
+        while not self._pump.finished(within=0.1):
+            if hurry() or (deadline is not None and time.monotonic() > deadline):
+                return False
+        return True
+
+    def _start_rank(self, seat: RankSeat, environment: Mapping[str, str]) -> None:
+        out, stdout = self._open_stream(seat, STDOUT)
+        err, stderr = self._open_stream(seat, STDERR)
+        self._streams += [out, err]
+        self._stderr[seat.rank] = err
+        try:
+            # Two ranks cannot share one keyboard: rank 0 has it (a debugger works there), the others none.
+            stdin = 0 if seat.rank == 0 and sys.stdin is not None else None
+            streams = StandardStreams(stdin, stdout, stderr)
+            self._ranks.append(RankProcess(seat, rank_command(self._config), environment, streams))
+        finally:
+            os.close(stdout)
+            os.close(stderr)
+
+    def _open_stream(self, seat: RankSeat, which: int) -> tuple[RankStream, int]:
+        """One stream of a rank, and the descriptor the rank writes to."""
+        teed = bool(self._config.tee_of(seat.local_rank) & which)
+        natural = not teed and (seat.world_size == 1 or (seat.rank == 0 and os.isatty(which)))
+        terminal = which if natural and os.isatty(which) else None
+        reader, writer = open_channel(terminal)
+        if terminal is not None:
+            self._terminals.append((terminal, reader))
+        stream = RankStream(
+            seat.rank,
+            reader,
+            self._screens.stdout if which == STDOUT else self._screens.stderr,
+            prefix=None if natural else f"[rank{seat.rank}]: ".encode(),
+            file=self._open_log(seat, which),
+            keep_tail=which == STDERR,
+        )
+        return stream, writer
+
+    def _open_log(self, seat: RankSeat, which: int) -> BinaryIO | None:
+        if not self._config.logged_of(seat.local_rank) & which:
+            return None
+        path = self.folder.log_file(seat.local_rank, "stdout" if which == STDOUT else "stderr")
+        return open(path, "wb", buffering=0) if path else None
+
+    def _ending(self, rank: RankProcess) -> Ending:
+        assert rank.exit_code is not None
+        assert rank.ended_at is not None
+        stderr = self._stderr[rank.seat.rank]
+        local_rank = rank.seat.local_rank
+        log = self.folder.log_file(local_rank, "stderr")
+        logged = self._config.logged_of(local_rank) & STDERR
+        return Ending(
+            rank=rank.seat.rank,
+            pid=rank.pid,
+            exit_code=rank.exit_code,
+            ended_at=rank.ended_at,
+            stopped=rank.signalled,
+            stderr=stderr.tail,
+            traceback_at=stderr.traceback_at,
+            error_file=_read(self.folder.error_file(local_rank)),
+            log=str(log) if log and logged else None,
+        )
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
