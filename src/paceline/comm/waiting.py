@@ -5,6 +5,9 @@ handlers do not run, and aborting the group does not free the call. Waiting in s
 leaves the collective whole (a slice that ends early raises "timed out" and nothing else
 happens) and lets handlers run in between.
 
+Between slices it also looks at the other ranks: a rank that is not a neighbour in the
+group's ring would learn of a death only through its timeout.
+
 Note "who is missing": a group's own error names a socket or nobody. So a rank that has
 waited for a while writes that into the group's store, and withdraws it afterwards. When
 the wait fails, the ranks that did not write are the ones that did not come; of those on
@@ -42,6 +45,31 @@ class Seat:
     pid: int
 
 
+@dataclass(frozen=True)
+class Cause:
+    """Why a collective cannot finish.
+
+    Attributes:
+        kind: "lost" (processes are gone), "left" (connections broke) or "absent" (did not come).
+        ranks: the ranks it is put down to; empty when none could be found.
+    """
+
+    kind: str
+    ranks: list[int]
+
+    def in_words(self) -> str:
+        """The end of a sentence that begins with what failed."""
+        named = ", ".join(f"rank {rank}" for rank in self.ranks) or "a rank"
+        return {
+            "lost": f"the process of {named} is gone; look for the first error in its output",
+            "left": f"the connection to {named} broke; look for the first error in its output",
+            "absent": (
+                f"{named} did not come before the timeout: stuck, stopped, slower than the process group's "
+                "timeout, or out of data while others still have some"
+            ),
+        }[self.kind]
+
+
 class Peers:
     """The other ranks of a group, seen through the group's store.
 
@@ -55,6 +83,7 @@ class Peers:
         self.world_size = dist.get_world_size(group)
         self._store = dist.PrefixStore("paceline/peers", _get_process_group_store(group))
         self._store_answers = True
+        self._known_neighbours: dict[int, Seat] | None = None
         if self.world_size > 1:
             self._store.set(f"seat/{self.rank}", json.dumps([_host_identity(), os.getpid()]))
 
@@ -75,7 +104,9 @@ class Peers:
                 return
             with self._standing_in_line(what()):
                 while not _wait_slice(work):
-                    pass
+                    self._look_around(what())
+        except CommunicationError:
+            raise
         except RuntimeError as error:
             raise self.explain(error, what()) from error
 
@@ -87,17 +118,25 @@ class Peers:
             what: what this rank was waiting for.
         """
         timed_out = "timed out" in str(error).lower()
-        lost = [] if timed_out else self._lost_ranks()
-        told = self._told_by_others()
-        if told:
-            culprits, kind = told
-        elif lost:
-            culprits, kind = lost, "lost"
-        else:
-            culprits, kind = self._absent_ranks(), "absent" if timed_out else "left"
-        self._tell_others(culprits, kind)
-        text = f"rank {self.rank}: {what} failed, because {_blame(culprits, kind)}. The process group said: {error}"
-        return (CollectiveTimeoutError if kind == "absent" else PeerLostError)(text)
+        cause = self._cause_told_by_others()
+        if cause is None and timed_out:
+            cause = Cause("absent", self._absent_ranks())
+        elif cause is None:
+            lost = self._lost_ranks(patience_s=DEATH_GRACE_S)
+            cause = Cause("lost", lost) if lost else Cause("left", self._absent_ranks())
+        return self._failure(cause, what, f" The process group said: {error}")
+
+    def _look_around(self, what: str) -> None:
+        """Raise if another rank is gone, or has told why it gave up."""
+        lost = self._lost_ranks(patience_s=0.0)
+        cause = self._cause_told_by_others() or (Cause("lost", lost) if lost else None)
+        if cause is not None:
+            raise self._failure(cause, what)
+
+    def _failure(self, cause: Cause, what: str, said: str = "") -> CommunicationError:
+        self._tell_others(cause)
+        kind = CollectiveTimeoutError if cause.kind == "absent" else PeerLostError
+        return kind(f"rank {self.rank}: {what} failed, because {cause.in_words()}.{said}")
 
     @contextlib.contextmanager
     def _standing_in_line(self, what: str) -> Iterator[None]:
@@ -107,41 +146,42 @@ class Peers:
         yield
         self._quietly(lambda: self._store.delete_key(key))
 
-    def _lost_ranks(self) -> list[int]:
-        """Ranks of this host whose process is gone; gives a dying process a moment to be gone."""
-        deadline = time.monotonic() + DEATH_GRACE_S
+    def _lost_ranks(self, patience_s: float) -> list[int]:
+        """Ranks of this host whose process is gone, waiting up to ``patience_s`` for one to go."""
+        deadline = time.monotonic() + patience_s
         while True:
-            lost = [rank for rank, seat in self._seats().items() if not _process_alive(seat)]
-            if lost or time.monotonic() > deadline:
+            lost = [rank for rank, seat in self._neighbours().items() if not _process_alive(seat)]
+            if lost or time.monotonic() >= deadline:
                 return lost
             time.sleep(0.05)
 
-    def _seats(self) -> dict[int, Seat]:
-        here = _host_identity()
-        seats = {}
-        for rank in self._others():
-            text = self._read(f"seat/{rank}")
-            if text:
-                host, pid = json.loads(text)
-                if here and host == here:
-                    seats[rank] = Seat(host, pid)
-        return seats
+    def _neighbours(self) -> dict[int, Seat]:
+        """The other ranks whose processes this one can see."""
+        if self._known_neighbours is None:
+            here = _host_identity()
+            texts = {rank: self._read(f"seat/{rank}") for rank in self._others()}
+            seats = {rank: Seat(*json.loads(text)) for rank, text in texts.items() if text}
+            self._known_neighbours = {
+                rank: seat for rank, seat in seats.items() if here and seat.host == here
+            }
+        return self._known_neighbours
 
     def _absent_ranks(self) -> list[int]:
         return [rank for rank in self._others() if self._read(f"waiting/{rank}") is None]
 
-    def _told_by_others(self) -> tuple[list[int], str] | None:
-        """The first explanation another rank gave: it was nearer to the cause."""
+    def _cause_told_by_others(self) -> Cause | None:
+        """The first explanation any rank gave: it was nearest to the cause."""
         text = self._read("cause")
         if not text:
             return None
-        culprits, kind = json.loads(text)
+        kind, culprits = json.loads(text)
         others = [rank for rank in culprits if rank != self.rank]
-        return (others, kind) if others else None
+        return Cause(kind, others) if others else None
 
-    def _tell_others(self, culprits: list[int], kind: str) -> None:
-        if culprits:
-            self._quietly(lambda: self._store.compare_set("cause", "", json.dumps([culprits, kind])))
+    def _tell_others(self, cause: Cause) -> None:
+        if cause.ranks:
+            text = json.dumps([cause.kind, cause.ranks])
+            self._quietly(lambda: self._store.compare_set("cause", "", text))
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
@@ -181,18 +221,6 @@ def _wait_slice(work: dist.Work) -> bool:
             raise
         return False
     return True
-
-
-def _blame(culprits: list[int], kind: str) -> str:
-    named = ", ".join(f"rank {rank}" for rank in culprits) or "a rank"
-    return {
-        "lost": f"the process of {named} is gone; look for the first error in its output",
-        "left": f"the connection to {named} broke; look for the first error in its output",
-        "absent": (
-            f"{named} did not come before the timeout: stuck, stopped, slower than the process group's timeout, "
-            "or out of data while others still have some"
-        ),
-    }[kind]
 
 
 def _host_identity() -> str:

@@ -67,6 +67,11 @@ class Slot:
         self.reached = False
         self.has_gradient = False
 
+    def has_hooks_of_others(self) -> bool:
+        """Whether the user has hooks on the parameter that want to see its gradient, too."""
+        hooks = self.parameter._post_accumulate_grad_hooks
+        return hooks is not None and len(hooks) > 1
+
 
 class Bucket(Protocol):
     """What the reducer needs of a bucket."""
@@ -337,7 +342,7 @@ def _alias(flat: Tensor, offset: int, like: Tensor) -> Tensor:
     """
     strides = torch.empty_like(like, device="meta").stride()  # those of `like` if it is dense, else packed
     alias = flat.new_empty(0)
-    return alias.set_(flat.untyped_storage(), flat.storage_offset() + offset, like.shape, strides)  # type: ignore[call-overload, no-any-return]
+    return alias.set_(flat.untyped_storage(), flat.storage_offset() + offset, like.shape, strides)
 
 
 def _wire(flat: Tensor) -> Tensor:
@@ -352,6 +357,8 @@ def _sparse(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     if gradient is None:
         indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
         values = parameter.new_empty((0, *parameter.shape[1:]), requires_grad=False)
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices, values, parameter.shape, is_coalesced=True, check_invariants=False
+        )
     gradient = gradient.detach()
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.engine.bucket import GradBucket
 
-Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
+Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]  # (state, GradBucket) -> the reduced buffer
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -72,8 +72,9 @@ class Averaging:
     def _divides_first(self, tensor: Tensor) -> bool:
         return tensor.is_sparse or tensor.dtype in _LOW_PRECISION
 
-    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp) -> dist.Work:
-        return dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+        work: dist.Work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
+        return work
 
 
 def check_hook(hook: Hook) -> None:
@@ -90,4 +91,6 @@ def check_hook(hook: Hook) -> None:
     if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
-        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+        )

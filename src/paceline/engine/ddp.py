@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,24 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils import _pytree as pytree
 
-from paceline.comm.coalesced import broadcast_tensors, gather_objects
+from paceline.comm.coalesced import broadcast_tensors
 from paceline.engine.buffers import BufferSync
+from paceline.engine.checks import (
+    check_caps,
+    check_devices,
+    choose_group,
+    only_device_type,
+    refuse_unsupported,
+    require_default_group,
+    verify_same_parameters,
+)
 from paceline.engine.comm_hooks import Hook, check_hook
 from paceline.engine.join import WrapperJoinHook, agree_to_synchronise, synchronise_buffers
-from paceline.engine.parameters import TrainedParameters, spec_of
+from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps
 from paceline.engine.reducer import Reducer, ReducerOptions
 from paceline.engine.state_keys import use_plain_keys
 from paceline.engine.torch_names import TorchNames
-from paceline.errors import ArgumentError, ReplicaMismatchError
 
 
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
@@ -101,25 +109,25 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        _refuse_unsupported(
+        refuse_unsupported(
             check_reduction=check_reduction,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
-        self.process_group = _choose_group(process_group, device_mesh)
+        self.process_group = choose_group(process_group, device_mesh)
         self.module = module
         self.dim = dim
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.device = _only_device_type(module)
-        self.device_ids, self.output_device = _check_devices(module, device_ids, output_device)
+        self.device = only_device_type(module)
+        self.device_ids, self.output_device = check_devices(module, device_ids, output_device)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_cap_mb_list = list(bucket_cap_mb_list or ())
-        _check_caps(bucket_cap_mb, self.bucket_cap_mb_list)
+        check_caps(bucket_cap_mb, self.bucket_cap_mb_list)
         wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if wanted is None else wanted
         use_plain_keys(self)
@@ -142,7 +150,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if torch.is_grad_enabled():
             self._before_forward()
         if self.device_ids:
-            inputs, kwargs = self._to_device(inputs), self._to_device(kwargs)
+            device = torch.device(self.device.type, self.device_ids[0])
+            inputs, kwargs = _to_device(inputs, device), _to_device(kwargs, device)
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self.reducer.prepare_for_backward(_tensors_in(output))
@@ -184,7 +193,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """
         check_hook(hook)
         if self.reducer.hook is not None:
-            raise RuntimeError("register_comm_hook can only be called once on a wrapper; a hook is registered already")
+            raise RuntimeError(
+                "register_comm_hook can only be called once on a wrapper; a hook is registered already"
+            )
         self.reducer.hook, self.reducer.hook_state = hook, state
 
     # -- uneven inputs ----------------------------------------------------------------------
@@ -236,22 +247,22 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the process group and the reducer; the copy is built on the default group."""
-        _require_default_group(self.process_group)
+        require_default_group(self.process_group)
         state = self.__dict__.copy()
         for name in ("process_group", "reducer", "buffer_sync"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.process_group = _choose_group(None, None)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = choose_group(None, None)
         self._build_reducer()
 
     # -- inside -----------------------------------------------------------------------------
 
     def _before_forward(self) -> None:
         joining = Join.notify_join_context(self) is not None
-        newcomers = self.reducer.prepare_for_forward()
+        newcomers = self.reducer.prepare_for_forward(self.training)
         if newcomers:
             self._verify_same_parameters()
             broadcast_tensors([p.detach() for p in newcomers], self.process_group)
@@ -261,25 +272,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         elif self.module.training and self.buffer_sync.take_turn(self.reducer.passes_finished):
             self.buffer_sync.broadcast(source=0)
 
-    def _to_device(self, values: Any) -> Any:
-        device = torch.device(self.device.type, self.device_ids[0])
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
-
     def _make_replicas_equal(self) -> None:
         self._verify_same_parameters()
         broadcast_tensors(self.module_states(), self.process_group)
 
     def _verify_same_parameters(self) -> None:
-        """Raise on every rank, naming the first difference, unless all ranks hold the same parameters."""
-        ignored = self.parameters_to_ignore
-        mine = [
-            (name, tuple(p.shape), str(p.dtype), p.requires_grad)
-            for name, p in self.module.named_parameters()
-            if name not in ignored
-        ]
-        for rank, theirs in enumerate(gather_objects(mine, self.process_group)):
-            if theirs != mine:
-                raise ReplicaMismatchError(_first_difference(dist.get_rank(self.process_group), mine, rank, theirs))
+        verify_same_parameters(self.module, self.parameters_to_ignore, self.process_group)
 
     def _build_reducer(self) -> None:
         self.buffer_sync = BufferSync(
@@ -297,109 +295,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         )
 
 
-def _refuse_unsupported(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value:
-            raise ArgumentError(f"DistributedDataParallel does not support {name} yet, got {value!r}; leave it out")
-
-
-def _choose_group(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
-    if group is not None and mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
-        return mesh.get_group(mesh_dim=0)
-    if group is not None:
-        return group
-    if not dist.is_initialized():
-        raise ArgumentError(
-            "DistributedDataParallel needs a process group and there is none; call "
-            "torch.distributed.init_process_group() first, and start the script with `paceline launch`"
-        )
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def _require_default_group(group: dist.ProcessGroup) -> None:
-    if group is not dist.group.WORLD:
-        raise RuntimeError(
-            "DistributedDataParallel can only be pickled or copied with the default process group; "
-            "pickle or copy its .module and wrap that"
-        )
-
-
-def _only_device_type(module: nn.Module) -> torch.device:
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    types = {device.type for device in devices}
-    if len(types) > 1:
-        raise ArgumentError(
-            f"DistributedDataParallel's input module must be on the same type of devices, but it has parameters "
-            f"or buffers on {sorted(types)}; move it to one with module.to(...)"
-        )
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise RuntimeError(
-                f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: {name} has no "
-                "shape yet. Run a dummy forward pass to correctly initialize the modules"
-            )
-    return min(devices, key=str) if devices else torch.device("cpu")
-
-
-def _check_devices(
-    module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
-) -> tuple[list[int] | None, int | None]:
-    ids = list(device_ids or ())
-    if len(ids) > 1:
-        raise ArgumentError("device_ids can only be None or contain a single element.")
-    devices = {parameter.device for parameter in module.parameters()}
-    on_one_accelerator = len(devices) == 1 and next(iter(devices)).type != "cpu"
-    if not on_one_accelerator:
-        if ids or output_device is not None:
-            raise ArgumentError(
-                "DistributedDataParallel device_ids and output_device arguments only work with single-device "
-                f"modules on an accelerator, but got device_ids {device_ids}, output_device {output_device}, and "
-                f"module parameters on {sorted(map(str, devices))}; leave them out"
-            )
-        return None, None
-    if not ids:
-        return None, None
-    index = _device_index(ids[0])
-    return [index], index if output_device is None else _device_index(output_device)
-
-
-def _device_index(device: int | torch.device | str) -> int:
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index
-    return 0 if index is None else index
-
-
-def _check_caps(cap_mb: float | None, cap_mb_list: list[float]) -> None:
-    for value in [*cap_mb_list, *([] if cap_mb is None else [cap_mb])]:
-        if not value > 0:
-            raise ArgumentError(f"bucket_cap_mb must be a positive number of MiB, got {value!r}")
-
-
-def _first_difference(my_rank: int, mine: list[Any], rank: int, theirs: list[Any]) -> str:
-    for index in range(max(len(mine), len(theirs))):
-        here = mine[index] if index < len(mine) else None
-        there = theirs[index] if index < len(theirs) else None
-        if here != there:
-            return (
-                f"rank {my_rank}: the ranks hold different models. The first difference is parameter {index}: "
-                f"{_describe(here)} on rank {my_rank}, {_describe(there)} on rank {rank} "
-                f"({len(mine)} and {len(theirs)} parameters in all). Build the same module on every rank."
-            )
-    raise AssertionError("called only when the lists differ")
-
-
-def _describe(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
-    if parameter is None:
-        return "nothing"
-    name, shape, dtype, trained = parameter
-    sizes = ", ".join(str(extent) for extent in shape)
-    return f"{name} of shape [{sizes}], {dtype}{'' if trained else ', frozen'}"
+def _to_device(values: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
 
 
 def _tensors_in(output: Any) -> list[Tensor]:

@@ -38,7 +38,7 @@ class WrapperJoinHook(JoinHook):
     def main_hook(self) -> None:
         """One iteration of the others, with nothing to contribute."""
         wrapper = self._wrapper
-        wrapper.reducer.prepare_for_forward()
+        wrapper.reducer.prepare_for_forward(training=False)
         synchronise_buffers(wrapper, has_data=False)
         if agree_to_synchronise(wrapper, has_data=False):
             wrapper.reducer.shadow_pass()
@@ -47,7 +47,9 @@ class WrapperJoinHook(JoinHook):
         """All ranks have run out: take the model of a rank that trained to the end."""
         wrapper = self._wrapper
         source = common_rank(wrapper, is_last_joiner)
-        broadcast_tensors(wrapper.module_states(include_buffers=wrapper.buffer_sync.enabled), wrapper.process_group, source)
+        broadcast_tensors(
+            wrapper.module_states(include_buffers=wrapper.buffer_sync.enabled), wrapper.process_group, source
+        )
         wrapper.reducer.divide_by_active = False
 
 

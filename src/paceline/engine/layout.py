@@ -7,33 +7,20 @@ no change copies anything by itself.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from paceline.engine.bucket import Bucket, DenseBucket, SparseBucket, Slot
+from paceline.engine.bucket import Bucket, DenseBucket, Slot, SparseBucket
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps, BucketPlan, plan_buckets, registration_order
 from paceline.engine.usage import TailLayout
 
 _EXACT_TO_2_TO_20 = (torch.float32, torch.float64)  # dtypes in which the tail's whole numbers survive
-
-
-@dataclass(frozen=True)
-class Watch:
-    """A hook on the node that accumulates into a parameter's ``.grad``; both live as long as this."""
-
-    node: Any
-    handle: Any
-    dtype: torch.dtype
-    device: torch.device
-
-    def fits(self, parameter: nn.Parameter) -> bool:
-        """Whether autograd still uses this node: a parameter that was converted has a new one."""
-        return parameter.dtype == self.dtype and parameter.device == self.device
 
 
 class BucketLayout:
@@ -45,7 +32,7 @@ class BucketLayout:
         caps: bucket sizes.
         keep_shared: see ``DenseBucket``.
         on_gradient: called with the slot after each accumulation into its parameter's ``.grad``;
-            must not keep the layout alive.
+            must not keep the layout alive, which the hooks last as long as.
     """
 
     def __init__(
@@ -61,13 +48,14 @@ class BucketLayout:
         self._caps = caps
         self._keep_shared = keep_shared
         self._on_gradient = on_gradient
-        self._watches: dict[nn.Parameter, Watch] = {}
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._by_parameter: dict[nn.Parameter, Slot] = {}
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] = []
         self.plan: BucketPlan
         self.tail_layout: TailLayout
         self.tail_travels_in_last_bucket = False
+        weakref.finalize(self, _remove_hooks, self._hooks)
         self._take_parameters()
 
     def changed(self) -> bool:
@@ -108,13 +96,11 @@ class BucketLayout:
 
     def accumulates_now(self) -> bool:
         """Whether the running graph task accumulates into any ``.grad`` (``autograd.grad`` does not)."""
-        return any(_will_run(watch.node) for watch in self._watches.values())
+        return any(_will_run(_accumulating_node(slot.parameter)) for slot in self.slots)
 
     def stop_watching(self) -> None:
         """Take the hooks off the parameters."""
-        for watch in self._watches.values():
-            watch.handle.remove()
-        self._watches.clear()
+        _remove_hooks(self._hooks)
 
     def _take_parameters(self) -> None:
         taken: dict[nn.Parameter, Slot] = {}
@@ -122,25 +108,21 @@ class BucketLayout:
             slot = self._by_parameter.get(parameter) or Slot(parameter)
             slot.index, slot.name = index, name
             taken[parameter] = slot
-        for parameter in self._watches.keys() - taken.keys():
-            self._watches.pop(parameter).handle.remove()
+        for parameter in self._hooks.keys() - taken.keys():
+            self._hooks.pop(parameter).remove()
         for parameter, slot in taken.items():
-            if parameter not in self._watches or not self._watches[parameter].fits(parameter):
-                self._watches[parameter] = self._watch(slot)
+            if parameter not in self._hooks:
+                self._hooks[parameter] = self._watch(slot)
         self._by_parameter = taken
         self.slots = list(taken.values())
         self.replan(registration_order(len(self.slots)), frozenset())
 
-    def _watch(self, slot: Slot) -> Watch:
-        """Have autograd report each accumulation.
-
-        The hook sits on the accumulating node and not on the parameter, so that hooks which
-        users put on the parameter run before it, as with torch's class.
-        """
+    def _watch(self, slot: Slot) -> RemovableHandle:
         on_gradient = self._on_gradient
-        node = _accumulating_node(slot.parameter)
-        handle = node.register_hook(lambda *_: on_gradient(slot))
-        return Watch(node, handle, slot.parameter.dtype, slot.parameter.device)
+        handle: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(
+            lambda _: on_gradient(slot)
+        )
+        return handle
 
     def _make_bucket(self, position: int, is_last: bool) -> Bucket:
         indices = self.plan.buckets[position]
@@ -149,6 +131,12 @@ class BucketLayout:
             return SparseBucket(position, slots[0])
         carries_tail = is_last and slots[0].parameter.dtype in _EXACT_TO_2_TO_20
         return DenseBucket(position, slots, self.tail_layout.numel if carries_tail else 0, self._keep_shared)
+
+
+def _remove_hooks(hooks: dict[nn.Parameter, RemovableHandle]) -> None:
+    for handle in hooks.values():
+        handle.remove()
+    hooks.clear()
 
 
 def _accumulating_node(parameter: nn.Parameter) -> Any:

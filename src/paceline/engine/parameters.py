@@ -7,7 +7,7 @@ of whatever is trained *now* must be averaged.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +78,8 @@ def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec
 
 
 def _sparse_parameters(layer: nn.Module) -> list[nn.Parameter]:
-    if isinstance(layer, _SPARSE_LAYERS) and layer.sparse:
-        return [layer.weight]
-    return []
+    return list(layer.parameters()) if isinstance(layer, _SPARSE_LAYERS) and layer.sparse else []
 
 
-def _same_objects(now: Collection[object], before: list[object]) -> bool:
+def _same_objects(now: Collection[object], before: Sequence[object]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))

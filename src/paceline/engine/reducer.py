@@ -22,10 +22,6 @@ a hook on the forward's outputs registers it at the outermost start; the first g
 does so where forward was bypassed. A pass that ends early on all ranks is merely less
 efficient: averaging in place is idempotent.
 
-Note "how a failed backward is seen": the callback is owned by the graph task. When
-backward raises, the task is destroyed and with it the callback, uncalled; its finalizer is
-the one place that hears of it in time.
-
 Note "after an exception": other ranks wait for the buckets this rank has not launched. So
 it launches them anyway, with a mark in the tail, and nobody gets stuck: every rank either
 raises or is told which rank did, and the next pass starts clean.
@@ -35,29 +31,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from paceline.comm.coalesced import broadcast_tensors
 from paceline.comm.waiting import Peers
+from paceline.engine.backward_pass import BackwardPass, Flight, Lessons
 from paceline.engine.bucket import Bucket, GradBucket, Slot
+from paceline.engine.callbacks import at_end_of_backward, call_weakly
 from paceline.engine.comm_hooks import Averaging, Hook
 from paceline.engine.layout import BucketLayout
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps, registration_order
-from paceline.engine.usage import (
-    PassVerdict,
-    RankReport,
-    Standing,
+from paceline.engine.usage import PassVerdict, RankReport, Standing
+from paceline.engine.words import (
     UnusedParameter,
+    name_bucket,
+    name_tail,
     words_for_changed_graph,
+    words_for_failed_peer,
+    words_for_out_of_step,
     words_for_unused,
 )
 from paceline.errors import GraphChangedError, PeerFailedError, RanksOutOfStepError, UnusedParametersError
@@ -80,40 +78,6 @@ class ReducerOptions:
     keep_shared: bool = True
 
 
-@dataclass
-class BackwardPass:
-    """One backward pass of this rank.
-
-    Attributes:
-        number: counts the synchronising passes of the wrapper, from 1.
-        synchronises: whether its gradients are averaged; fixed when backward starts.
-        engaged: whether it accumulates gradients at all (``autograd.grad`` does not).
-        standing: how this rank stands in it.
-        next_launch: index of the first bucket that is not launched.
-        flights: collectives under way.
-        arrivals: parameters in the order in which their gradients were complete.
-        late: buckets that got gradient after their launch.
-    """
-
-    number: int
-    synchronises: bool
-    engaged: bool = False
-    standing: Standing = Standing.TOOK_PART
-    next_launch: int = 0
-    flights: list[Flight] = field(default_factory=list)
-    arrivals: list[int] = field(default_factory=list)
-    late: set[int] = field(default_factory=set)
-
-
-@dataclass
-class Flight:
-    """One collective under way: whether it is done, how to wait for it, what to do once it is."""
-
-    done: Callable[[], bool]
-    wait: Callable[[], None]
-    land: Callable[[], None]
-
-
 class Reducer:
     """Averages the gradients of a module's parameters over the ranks of a group.
 
@@ -123,7 +87,9 @@ class Reducer:
         options: what the user decided.
     """
 
-    def __init__(self, parameters: TrainedParameters, group: dist.ProcessGroup, options: ReducerOptions) -> None:
+    def __init__(
+        self, parameters: TrainedParameters, group: dist.ProcessGroup, options: ReducerOptions
+    ) -> None:
         self.synchronise = True  # written by no_sync alone, read when a backward starts
         self.divide_by_active = False  # under join: divide by the ranks that still have data
         self.passes_finished = 0
@@ -138,18 +104,22 @@ class Reducer:
             self._peers.world_size,
             options.caps,
             options.keep_shared,
-            on_gradient=_call_weakly(self._gradient_ready),
+            on_gradient=call_weakly(self._gradient_ready),
         )
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
         self._settled = False  # by the forward of this step, so that its backward need not look again
+        self._forwards = 0  # training forwards outside no_sync; in the tail, they show a skipped backward
         self._newcomers: list[nn.Parameter] = []  # added to the module since the last forward
-        self._forget_lessons()
+        self._lessons = Lessons()
 
     # -- what the wrapper calls -------------------------------------------------------------
 
-    def prepare_for_forward(self) -> list[nn.Parameter]:
+    def prepare_for_forward(self, training: bool = True) -> list[nn.Parameter]:
         """Before a forward whose backward may follow.
+
+        Args:
+            training: whether the module is in training mode; such forwards are counted.
 
         Returns:
             Parameters that the module did not have before: their values are still this rank's own.
@@ -162,6 +132,7 @@ class Reducer:
             return []  # recomputed inside a backward (checkpointing): the pass goes on
         if self._pass is not None:
             self._abandon(self._pass)
+        self._forwards += training and self.synchronise
         self._settle()
         self._check_unused()
         newcomers, self._newcomers = self._newcomers, []
@@ -169,7 +140,7 @@ class Reducer:
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """After a forward: see the outermost start of a backward that begins at these tensors."""
-        hook = _call_weakly(self._output_reached)
+        hook = call_weakly(self._output_reached)
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
@@ -190,7 +161,7 @@ class Reducer:
         self.layout.stop_watching()
 
     def _check_unused(self) -> None:
-        unused, self._unused = self._unused, None
+        unused, self._lessons.unused = self._lessons.unused, None
         if unused is None:
             return
         allowed = self.options.find_unused_parameters or self.options.static_graph
@@ -204,14 +175,12 @@ class Reducer:
 
     def _output_reached(self, gradient: Tensor) -> None:
         if self._pass is None:
-            self._begin_pass()
+            self._begin_pass(engaged=self.layout.accumulates_now())
 
-    def _begin_pass(self) -> BackwardPass:
+    def _begin_pass(self, engaged: bool) -> BackwardPass:
         self._settle()
-        current = BackwardPass(self.passes_finished + 1, self.synchronise)
-        current.engaged = self.layout.accumulates_now()
-        self._pass = current
-        Variable._execution_engine.queue_callback(_EndOfBackward(self, current))  # type: ignore[attr-defined]
+        current = self._pass = BackwardPass(self.passes_finished + 1, self.synchronise, engaged)
+        at_end_of_backward(self._finish, self._abandon, current)
         for bucket in self.layout.buckets:
             bucket.ensure_unshared()
         return current
@@ -224,24 +193,19 @@ class Reducer:
         if self._abandoned is not None:
             self._drain(self._abandoned)
         if self.layout.changed():
-            self._forget_lessons()
+            self._lessons = Lessons()
             self._newcomers += self.layout.refresh()
-        elif self._replan_due and self._order is not None:
-            self._replan_due = False
-            self.layout.replan(self._order, self._trailing)
-
-    def _forget_lessons(self) -> None:
-        self._order: list[int] | None = None  # rank 0's order of arrival, once a pass has shown it
-        self._trailing: frozenset[int] = frozenset()  # parameters that some pass left unused
-        self._replan_due = False
-        self._static: list[int] | None = None  # firings of each parameter in the first pass
-        self._unused: dict[int, int] | None = None  # what the last pass left unused, until checked
+        elif self._lessons.replan_due and self._lessons.order is not None:
+            self._lessons.replan_due = False
+            self.layout.replan(self._lessons.order, self._lessons.trailing)
 
     # -- ready ------------------------------------------------------------------------------
 
     def _gradient_ready(self, slot: Slot) -> None:
-        current = self._pass or self._begin_pass()
+        current = self._pass or self._begin_pass(engaged=True)
         current.engaged = True
+        if current.launch_waits:
+            self._launch_full(current)
         slot.firings += 1
         slot.reached = True
         bucket = slot.bucket
@@ -254,12 +218,16 @@ class Reducer:
         current.arrivals.append(slot.index)
         bucket.pending -= 1
         if bucket.pending == 0 and current.synchronises:
-            self._launch_full(current)
+            # Hooks of users that were registered after ours run next, and must find the gradient.
+            current.launch_waits = slot.has_hooks_of_others()
+            if not current.launch_waits:
+                self._launch_full(current)
 
     # -- launch -----------------------------------------------------------------------------
 
     def _launch_full(self, current: BackwardPass) -> None:
         """Launch every full bucket whose turn it is; the last one waits for the end of backward."""
+        current.launch_waits = False
         last = len(self.layout.buckets) - 1
         while current.next_launch < last and self.layout.buckets[current.next_launch].pending == 0:
             if self._hook_is_busy(current):
@@ -281,7 +249,7 @@ class Reducer:
         if self.hook is not None:
             self._land(current)
         if self.hook is not None or not self.layout.tail_travels_in_last_bucket:
-            what = functools.partial(self._words_for_tail, current)
+            what = functools.partial(name_tail, current.number)
             current.flights.append(self._average(self.layout.tail, what))
 
     def _hook_is_busy(self, current: BackwardPass) -> bool:
@@ -300,7 +268,8 @@ class Reducer:
         current.next_launch = bucket.index + 1
 
     def _take_off(self, current: BackwardPass, bucket: Bucket) -> None:
-        what = functools.partial(self._words_for_bucket, current, bucket)
+        names = [slot.name for slot in bucket.slots]
+        what = functools.partial(name_bucket, current.number, bucket.index, len(self.layout.buckets), names)
         flight = self._run_hook(current, bucket) if self.hook else self._average(bucket.payload(), what)
         current.flights.append(flight)
 
@@ -353,7 +322,7 @@ class Reducer:
         self._check_verdict(current, verdict)
         if verdict.late_buckets:
             self._reduce_late(current, verdict.late_buckets)
-        if self.divide_by_active:
+        if self.divide_by_active and self.hook is None:
             self._scale(self._peers.world_size / verdict.active_ranks())
         self._hand_back(verdict)
         self._learn(current, verdict)
@@ -364,18 +333,10 @@ class Reducer:
         rank = self._peers.rank
         failed = verdict.failed_ranks()
         if failed:
-            raise PeerFailedError(
-                f"rank {rank}, backward pass {current.number}: backward raised an exception on rank "
-                f"{', '.join(map(str, failed))}, so this pass has no average; its gradients are "
-                "dropped on every rank. The exception stands in that rank's output."
-            )
+            raise PeerFailedError(words_for_failed_peer(rank, current.number, failed))
         if not verdict.in_step():
-            raise RanksOutOfStepError(
-                f"rank {rank}, backward pass {current.number}: the ranks are out of step, so gradients of "
-                f"different passes were mixed and are dropped. Backward passes by rank: {verdict.pass_numbers}; "
-                f"bucket plans by rank: {verdict.plan_fingerprints}. A rank skipped a backward (or made one more), "
-                "or its module's parameters were changed unlike the others'."
-            )
+            self._forwards, self.passes_finished = 0, max(verdict.pass_numbers)  # from here in step again
+            raise RanksOutOfStepError(words_for_out_of_step(rank, current.number, verdict))
 
     def _reduce_late(self, current: BackwardPass, indices: list[int]) -> None:
         """Reduce again what got gradient after its launch; averaging is idempotent."""
@@ -400,16 +361,17 @@ class Reducer:
 
     def _learn(self, current: BackwardPass, verdict: PassVerdict) -> None:
         """What this pass teaches for the next: firings, order of arrival, parameters often unused."""
+        lessons = self._lessons
         for slot in self.layout.slots:
             slot.expected_firings = slot.firings or slot.expected_firings
-        self._unused = verdict.unused_somewhere(self._peers.world_size)
-        if self._order is None:
-            self._order = self._agree_on_order(current)
-            self._replan_due = True
-        unseen = self._unused.keys() - self._trailing
+        lessons.unused = verdict.unused_somewhere(self._peers.world_size)
+        if lessons.order is None:
+            lessons.order = self._agree_on_order(current)
+            lessons.replan_due = True
+        unseen = lessons.unused.keys() - lessons.trailing
         if unseen and self.options.find_unused_parameters:
-            self._trailing |= unseen
-            self._replan_due = True
+            lessons.trailing |= unseen
+            lessons.replan_due = True
 
     def _agree_on_order(self, current: BackwardPass) -> list[int]:
         """Rank 0's order of arrival, on every rank; what did not arrive comes last."""
@@ -417,21 +379,21 @@ class Reducer:
         missing = [index for index in registration_order(len(self.layout.slots)) if index not in arrived]
         order = torch.tensor(current.arrivals + missing, device=self.layout.tail.device)
         broadcast_tensors([order], self._group)
-        return order.tolist()  # type: ignore[no-any-return]
+        return [int(index) for index in order.tolist()]
 
     def _check_static(self, current: BackwardPass) -> None:
         firings = [slot.firings for slot in self.layout.slots]
-        if self._static is None:
-            self._static = firings
-        elif firings != self._static:
-            pairs = [(s, n) for s, n in zip(self.layout.slots, self._static, strict=True) if s.firings != n]
+        first = self._lessons.firings
+        if first is None:
+            self._lessons.firings = firings
+        elif firings != first:
+            changed = [
+                slot for slot, count in zip(self.layout.slots, first, strict=True) if slot.firings != count
+            ]
+            unreached = [(slot.index, slot.name) for slot in changed if not slot.firings]
+            names = [slot.name for slot in changed]
             raise GraphChangedError(
-                words_for_changed_graph(
-                    self._peers.rank,
-                    current.number,
-                    [(slot.index, slot.name) for slot, _ in pairs if not slot.firings],
-                    [slot.name for slot, _ in pairs],
-                )
+                words_for_changed_graph(self._peers.rank, current.number, unreached, names)
             )
 
     def _drop_gradients(self) -> None:
@@ -469,61 +431,24 @@ class Reducer:
     # -- words ------------------------------------------------------------------------------
 
     def _report(self, current: BackwardPass) -> RankReport:
-        has_data = current.standing is not Standing.OUT_OF_DATA
+        has_data = current.standing.has_data
         return RankReport(
             rank=self._peers.rank,
             pass_number=current.number,
             plan_fingerprint=self.layout.plan.fingerprint,
+            forwards=self._forwards,
             standing=current.standing,
-            without_gradient=[s.index for s in self.layout.slots if not s.has_gradient and s.parameter.grad is None],
+            without_gradient=[
+                s.index for s in self.layout.slots if not s.has_gradient and s.parameter.grad is None
+            ],
             unreached=[s.index for s in self.layout.slots if not s.reached] if has_data else [],
             late_buckets=sorted(current.late),
         )
-
-    def _words_for_bucket(self, current: BackwardPass, bucket: Bucket) -> str:
-        names = [slot.name for slot in bucket.slots]
-        shown = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
-        count = len(self.layout.buckets)
-        return f"backward pass {current.number}, all-reduce of bucket {bucket.index + 1} of {count} ({shown})"
-
-    def _words_for_tail(self, current: BackwardPass) -> str:
-        return f"backward pass {current.number}, all-reduce of the pass's tail"
 
     def _words_for_unused(self, number: int, unused: dict[int, int]) -> str:
         slots = self.layout.slots
         listed = [UnusedParameter(i, slots[i].name, users, slots[i].reached) for i, users in unused.items()]
         return words_for_unused(self._peers.rank, self._peers.world_size, number, listed)
-
-
-class _EndOfBackward:
-    """Owned by a graph task: called when it completes, destroyed uncalled when it fails."""
-
-    def __init__(self, reducer: Reducer, current: BackwardPass) -> None:
-        self._reducer = weakref.ref(reducer)
-        self._current: BackwardPass | None = current
-
-    def __call__(self) -> None:
-        reducer, current = self._reducer(), self._current
-        self._current = None
-        if reducer is not None and current is not None:
-            reducer._finish(current)
-
-    def __del__(self) -> None:
-        reducer = self._reducer()
-        if reducer is not None and self._current is not None:
-            reducer._abandon(self._current)
-
-
-def _call_weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The bound method as a callback that does not keep its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*arguments)
-
-    return call
 
 
 def _only_tensor(value: Any) -> Tensor:

@@ -17,8 +17,8 @@ COMPILED = "_orig_mod."
 
 def use_plain_keys(wrapper: nn.Module) -> None:
     """Give ``wrapper``, whose one child is called ``module``, plain keys in both directions."""
-    wrapper.register_state_dict_post_hook(_write_plain_keys)  # type: ignore[no-untyped-call]
-    wrapper.register_load_state_dict_pre_hook(_accept_any_spelling)  # type: ignore[no-untyped-call]
+    wrapper.register_state_dict_post_hook(_write_plain_keys)
+    wrapper.register_load_state_dict_pre_hook(_accept_any_spelling)
 
 
 def _write_plain_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -27,7 +27,9 @@ def _write_plain_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, _:
     versions = getattr(state, "_metadata", None)  # versions of the modules' formats, under their own names
     if versions is not None:
         for name in [name for name in versions if (name + ".").startswith(prefix + WRAPPED)]:
-            versions.setdefault(_plain(prefix + (name + ".")[len(prefix + WRAPPED) :]).rstrip("."), versions[name])
+            versions.setdefault(
+                _plain(prefix + (name + ".")[len(prefix + WRAPPED) :]).rstrip("."), versions[name]
+            )
 
 
 def _accept_any_spelling(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

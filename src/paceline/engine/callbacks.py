@@ -1,0 +1,50 @@
+"""How autograd calls the reducer without keeping it alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd import Variable
+
+
+def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The bound method as a callback that does nothing once its object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
+
+
+def at_end_of_backward(finished: Callable[..., None], failed: Callable[..., None], argument: object) -> None:
+    """Call ``finished(argument)`` when the running graph task completes, or ``failed(argument)`` when it fails.
+
+    Must be called from inside a backward. Neither callback keeps its object alive.
+
+    Note "how a failed backward is seen": the callback is owned by the graph task. When backward
+    raises, the task is destroyed and with it the callback, uncalled; its finalizer is the one
+    place that hears of it in time.
+    """
+    end = _EndOfBackward(call_weakly(finished), call_weakly(failed), argument)
+    Variable._execution_engine.queue_callback(end)
+
+
+class _EndOfBackward:
+    def __init__(self, finished: Callable[..., None], failed: Callable[..., None], argument: object) -> None:
+        self._finished = finished
+        self._failed = failed
+        self._argument = argument
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._finished(self._argument)
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._failed(self._argument)
