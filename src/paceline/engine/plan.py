@@ -112,9 +112,15 @@ def plan_buckets(
     """
     regular = [index for index in order if index not in trailing]
     late = [index for index in order if index in trailing]
-    buckets = _fill(specs, regular, caps) + _fill(specs, late, caps)
+    place = {index: position for position, index in enumerate(regular + late)}
+
+    def launchable(bucket: Sequence[int]) -> int:
+        return place[bucket[-1]]
+
+    buckets = sorted(_fill(specs, regular, caps) + _fill(specs, late, caps), key=launchable)
     if caps.last is not None and buckets:
         buckets[-1:] = _split_last(specs, buckets[-1], caps.last)
+        buckets.sort(key=launchable)
     frozen = tuple(tuple(bucket) for bucket in buckets)
     return BucketPlan(frozen, _fingerprint(specs, frozen))
 
@@ -142,9 +148,7 @@ def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps
             full.append(open_buckets.pop(spec.kind))
             open_bytes[spec.kind] = 0
             closed_count[spec.kind] = position + 1
-    arrival = {index: place for place, index in enumerate(order)}
-    full.extend(open_buckets.values())
-    return sorted(full, key=lambda bucket: arrival[bucket[-1]])
+    return full + list(open_buckets.values())
 
 
 def _split_last(specs: Sequence[ParameterSpec], bucket: list[int], cap: int) -> list[list[int]]:

@@ -1,0 +1,41 @@
+# make venv    make or reuse .venv with everything development needs
+# make demo    train on handwritten digits with 2 ranks
+# make test    all tests
+# make check   style, types, and the rules of the house
+# make bench   step time and gradient memory beside torch's DDP
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+
+.PHONY: help venv demo test check bench
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+venv: $(READY)
+
+$(READY): pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+demo: $(READY)
+	$(PY) -m paceline launch --cpu --num_processes 2 examples/digits.py
+
+# Tests start many small processes, which share the cores.
+test check: export OMP_NUM_THREADS ?= 1
+
+test: $(READY)
+	$(PY) -m pytest tests
+
+check: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest tests/architecture
+
+bench: $(READY)
+	$(PY) benchmarks/step.py

@@ -1,0 +1,1 @@
+"""Each example runs as it stands."""

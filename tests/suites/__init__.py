@@ -1,0 +1,1 @@
+"""Judges from outside: other projects' DDP tests, and programs from public bug reports."""
