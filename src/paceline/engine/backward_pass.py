@@ -53,7 +53,9 @@ class Lessons:
         order: rank 0's order of arrival, once a pass has shown it.
         trailing: parameters that some pass left unused.
         replan_due: whether the buckets do not follow ``order`` and ``trailing`` yet.
-        firings: how often each parameter fired in the first pass, under a static graph.
+        firings: how often each parameter fired in the last pass.
+        graph_changed: whether any pass differed from the one before it.
+        users: how many ranks reached each parameter in the last pass; None when all reached all.
         unused: what the last pass left unused on some rank -> number of ranks that used it;
             None once it was checked.
     """
@@ -62,4 +64,6 @@ class Lessons:
     trailing: frozenset[int] = frozenset()
     replan_due: bool = False
     firings: list[int] | None = None
+    graph_changed: bool = False
+    users: list[int] | None = None
     unused: dict[int, int] | None = None

@@ -7,12 +7,24 @@ that a living graph has saved would break its backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.coalesced import broadcast_tensors
+
+
+@dataclass(frozen=True)
+class BufferHook:
+    """The user's own way to synchronise buffers; see ``BufferSync.set_hook``."""
+
+    state: Any
+    function: Callable[[Any, dict[str, Tensor]], Any]
+    after_forward: bool
 
 
 class BufferSync:
@@ -32,6 +44,8 @@ class BufferSync:
         self._group = group
         self._ignored = ignored
         self._passes_seen = -1
+        self._hook: BufferHook | None = None
+        self._futures: list[torch.futures.Future[Any]] = []
         self.enabled = enabled
 
     def named(self) -> dict[str, Tensor]:
@@ -59,3 +73,38 @@ class BufferSync:
     def broadcast(self, source: int) -> None:
         """Make every rank's buffers equal to those of rank ``source`` of the group."""
         broadcast_tensors(self.named().values(), self._group, source)
+
+    def set_hook(
+        self, state: Any, function: Callable[[Any, dict[str, Tensor]], Any], after_forward: bool
+    ) -> None:
+        """Have ``function(state, named_buffers)`` take the place of the broadcast.
+
+        Args:
+            state: passed to every call.
+            function: may return futures, which are waited for when backward ends.
+            after_forward: whether it runs after the forward that is due, or before it.
+        """
+        self._hook = BufferHook(state, function, after_forward)
+
+    def before_forward(self, passes_finished: int) -> bool:
+        """Synchronise if due; True if the hook is to run after this forward instead."""
+        if not self.take_turn(passes_finished):
+            return False
+        if self._hook is None:
+            self.broadcast(source=0)
+            return False
+        if not self._hook.after_forward:
+            self.run_hook()
+        return self._hook.after_forward
+
+    def run_hook(self) -> None:
+        """Call the hook now."""
+        assert self._hook is not None
+        with torch.no_grad():
+            self._futures += self._hook.function(self._hook.state, self.named()) or []
+
+    def wait_for_hook(self) -> None:
+        """Wait for the futures that the hook returned."""
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,13 +14,31 @@ from paceline.comm.coalesced import gather_objects
 from paceline.errors import ArgumentError, ReplicaMismatchError
 
 
-def refuse_unsupported(**arguments: Any) -> None:
-    """Raise for arguments of torch's class that this one does not have."""
-    for name, value in arguments.items():
-        if value:
-            raise ArgumentError(
-                f"DistributedDataParallel does not support {name} yet, got {value!r}; leave it out"
-            )
+def warn_of_old_names(check_reduction: bool, broadcast: bool | None, forward_sync: bool | None) -> None:
+    """Warn, as torch does, of arguments that have a newer name or no effect any more."""
+    if check_reduction:
+        warnings.warn("check_reduction has no effect any more; leave it out", FutureWarning, stacklevel=3)
+    if broadcast is not None and forward_sync is not None:
+        warnings.warn(
+            "broadcast_buffers is the old name of forward_sync_buffers; both were given, and its value is ignored",
+            FutureWarning,
+            stacklevel=3,
+        )
+    elif broadcast is not None:
+        warnings.warn(
+            "broadcast_buffers is the old name of forward_sync_buffers. Both decide about forward alone: buffers are "
+            "made equal at construction in any case",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+def check_delayed(delayed: Any, trigger: Any) -> None:
+    """Raise unless delayed parameters and their trigger are given together."""
+    if (delayed is None) != (trigger is None):
+        raise ArgumentError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
 
 
 def choose_group(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:

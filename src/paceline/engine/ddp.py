@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,17 +23,20 @@ from paceline.comm.coalesced import broadcast_tensors
 from paceline.engine.buffers import BufferSync
 from paceline.engine.checks import (
     check_caps,
+    check_delayed,
     check_devices,
     choose_group,
     only_device_type,
-    refuse_unsupported,
     require_default_group,
     verify_same_parameters,
+    warn_of_old_names,
 )
 from paceline.engine.comm_hooks import Hook, check_hook
 from paceline.engine.join import WrapperJoinHook, agree_to_synchronise, synchronise_buffers
+from paceline.engine.optimizer_in_backward import step_and_clear, take_over
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps
+from paceline.engine.precision import LowPrecision, PrecisionConfig, average_in
 from paceline.engine.reducer import Reducer, ReducerOptions
 from paceline.engine.state_keys import use_plain_keys
 from paceline.engine.torch_names import TorchNames
@@ -74,7 +78,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         check_reduction: obsolete in torch as well; only False.
         gradient_as_bucket_view: see above.
         static_graph: every step uses the same parameters equally often; a change raises.
+        delay_all_reduce_named_params: (name, parameter) pairs that travel behind all others.
+        param_to_hook_all_reduce: given together with it; the delayed parameters are reduced when
+            backward ends, which is never before this parameter's gradient is there.
+        mixed_precision: an object with param_dtype, reduce_dtype and buffer_dtype, as torch's
+            ``_MixedPrecision``: forward and backward run on low-precision copies of the parameters.
         device_mesh: a one-dimensional mesh in place of ``process_group``.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``, leave buckets out that no rank
+            needs in a pass; the others' usage is then exchanged in a collective of its own.
         bucket_cap_mb_list: caps of the first buckets in MiB; ``bucket_cap_mb`` holds for the others.
         batched_grad_copy: small gradients are always copied in batches here; either value is right.
         forward_sync_buffers: newer name of ``broadcast_buffers``; wins if given.
@@ -109,13 +120,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        refuse_unsupported(
-            check_reduction=check_reduction,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-        )
+        warn_of_old_names(check_reduction, broadcast_buffers, forward_sync_buffers)
+        check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.device_mesh = device_mesh
         self.process_group = choose_group(process_group, device_mesh)
         self.module = module
         self.dim = dim
@@ -125,6 +132,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.delayed_parameters = frozenset(name for name, _ in delay_all_reduce_named_params or ())
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_cap_mb_list = list(bucket_cap_mb_list or ())
         check_caps(bucket_cap_mb, self.bucket_cap_mb_list)
@@ -133,6 +142,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         use_plain_keys(self)
         if init_sync:
             self._make_replicas_equal()
+        self.mixed_precision = mixed_precision
         self._build_reducer()
 
     # -- training ---------------------------------------------------------------------------
@@ -147,12 +157,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             UnusedParametersError: the last step left parameters without gradient, and
                 ``find_unused_parameters`` is False.
         """
-        if torch.is_grad_enabled():
-            self._before_forward()
+        hook_after = torch.is_grad_enabled() and self._before_forward()
         if self.device_ids:
             device = torch.device(self.device.type, self.device_ids[0])
             inputs, kwargs = _to_device(inputs, device), _to_device(kwargs, device)
-        output = self.module(*inputs, **kwargs)
+        output = self._run_module(inputs, kwargs)
+        if hook_after:
+            self.buffer_sync.run_hook()
         if torch.is_grad_enabled():
             self.reducer.prepare_for_backward(_tensors_in(output))
         return output
@@ -191,12 +202,19 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             TypeError, ValueError: not callable, or annotated as something else.
             RuntimeError: a hook is registered already.
         """
-        check_hook(hook)
-        if self.reducer.hook is not None:
+        try:
+            check_hook(hook)
+        except (TypeError, ValueError) as error:
+            raise self.reducer.statistics.note(error) from None
+        self._set_hook(state, hook, hook.__qualname__)
+
+    def _set_hook(self, state: object, hook: Hook, name: str) -> None:
+        reducer = self.reducer
+        if reducer.hook is not None:
             raise RuntimeError(
-                "register_comm_hook can only be called once on a wrapper; a hook is registered already"
+                f"a communication hook can be registered only once on a wrapper; {reducer.hook_name} is already"
             )
-        self.reducer.hook, self.reducer.hook_state = hook, state
+        reducer.hook, reducer.hook_state, reducer.hook_name = hook, state, name
 
     # -- uneven inputs ----------------------------------------------------------------------
 
@@ -249,19 +267,30 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """Without the process group and the reducer; the copy is built on the default group."""
         require_default_group(self.process_group)
         state = self.__dict__.copy()
-        for name in ("process_group", "reducer", "buffer_sync"):
+        for name in ("process_group", "device_mesh", "reducer", "buffer_sync", "low_precision"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = choose_group(None, None)
+        self.process_group, self.device_mesh = choose_group(None, None), None
+        self._build_reducer()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Go on with other ranks; a rank outside the new group keeps the old one."""
+        if dist.get_rank(new_process_group) < 0:
+            return
+        self.process_group = new_process_group
+        self.reducer.detach()
         self._build_reducer()
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _before_forward(self) -> None:
+    def _before_forward(self) -> bool:
+        """What precedes a forward with gradients; True if the user's buffer hook is to run after it."""
         joining = Join.notify_join_context(self) is not None
+        if not self._optimizers_taken_over:
+            self._take_over_optimizers()
         newcomers = self.reducer.prepare_for_forward(self.training)
         if newcomers:
             self._verify_same_parameters()
@@ -269,8 +298,28 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if joining:
             synchronise_buffers(self, has_data=True)
             agree_to_synchronise(self, has_data=True)
-        elif self.module.training and self.buffer_sync.take_turn(self.reducer.passes_finished):
-            self.buffer_sync.broadcast(source=0)
+            return False
+        return self.training and self.buffer_sync.before_forward(self.reducer.passes_finished)
+
+    def _run_module(self, inputs: Any, kwargs: Any) -> Any:
+        if self.low_precision is None:
+            with self._seen_by_compiler():
+                return self.module(*inputs, **kwargs)
+        lowered = self.low_precision.lower()
+        try:
+            return self.module(
+                *self.low_precision.cast_inputs(inputs), **self.low_precision.cast_inputs(kwargs)
+            )
+        finally:
+            if lowered and not torch.is_grad_enabled():
+                self.low_precision.restore()  # no backward follows
+
+    def _take_over_optimizers(self) -> None:
+        """Once, at the first forward: step optimizers that were to run in backward after averaging."""
+        self._optimizers_taken_over = True
+        owned = take_over(slot.parameter for slot in self.reducer.layout.slots)
+        if owned:
+            self.reducer.at_pass_end.append(functools.partial(step_and_clear, owned))
 
     def _make_replicas_equal(self) -> None:
         self._verify_same_parameters()
@@ -290,9 +339,24 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 caps=BucketCaps.from_megabytes(self.bucket_cap_mb, self.bucket_cap_mb_list),
                 find_unused_parameters=self.find_unused_parameters,
                 static_graph=self.static_graph,
-                keep_shared=not self.gradient_as_bucket_view,
+                keep_shared=not self.gradient_as_bucket_view and self.mixed_precision is None,
+                eager=self.mixed_precision is None,
+                skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters,
+                delayed=self.delayed_parameters,
             ),
         )
+        self.reducer.at_pass_end.append(self.buffer_sync.wait_for_hook)
+        self._optimizers_taken_over = False
+        self.low_precision: LowPrecision | None = None
+        if self.mixed_precision is not None:
+            self._use_low_precision(self.mixed_precision)
+
+    def _use_low_precision(self, config: PrecisionConfig) -> None:
+        self.low_precision = LowPrecision(self.module, self.parameters_to_ignore, config)
+        self.reducer.at_backward_end.append(self.low_precision.restore)
+        dtype = config.reduce_dtype or config.param_dtype
+        if dtype is not None:
+            self._set_hook((dtype, self.process_group), average_in, average_in.__qualname__)
 
 
 def _to_device(values: Any, device: torch.device) -> Any:

@@ -34,6 +34,7 @@ class WrapperJoinHook(JoinHook):
         super().__init__()
         self._wrapper = wrapper
         wrapper.reducer.divide_by_active = not divide_by_initial_world_size
+        wrapper.reducer.statistics.uneven_inputs = True
 
     def main_hook(self) -> None:
         """One iteration of the others, with nothing to contribute."""
@@ -50,7 +51,9 @@ class WrapperJoinHook(JoinHook):
         broadcast_tensors(
             wrapper.module_states(include_buffers=wrapper.buffer_sync.enabled), wrapper.process_group, source
         )
+        wrapper._authoritative_rank = source
         wrapper.reducer.divide_by_active = False
+        wrapper.reducer.count_forwards_anew()
 
 
 def synchronise_buffers(wrapper: DistributedDataParallel, has_data: bool) -> None:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.engine.bucket import Bucket, DenseBucket, Slot, SparseBucket
 from paceline.engine.parameters import TrainedParameters
-from paceline.engine.plan import BucketCaps, BucketPlan, plan_buckets, registration_order
+from paceline.engine.plan import BucketCaps, BucketPlan, ParameterSpec, plan_buckets, registration_order
 from paceline.engine.usage import TailLayout
 
 _EXACT_TO_2_TO_20 = (torch.float32, torch.float64)  # dtypes in which the tail's whole numbers survive
@@ -33,6 +33,8 @@ class BucketLayout:
         keep_shared: see ``DenseBucket``.
         on_gradient: called with the slot after each accumulation into its parameter's ``.grad``;
             must not keep the layout alive, which the hooks last as long as.
+        tail_alone: whether the tail never travels in a bucket.
+        always_trailing: names of parameters that travel in trailing buckets from the start.
     """
 
     def __init__(
@@ -42,21 +44,31 @@ class BucketLayout:
         caps: BucketCaps,
         keep_shared: bool,
         on_gradient: Callable[[Slot], None],
+        tail_alone: bool = False,
+        always_trailing: Set[str] = frozenset(),
     ) -> None:
         self._parameters = parameters
         self._world_size = world_size
         self._caps = caps
         self._keep_shared = keep_shared
         self._on_gradient = on_gradient
+        self._tail_alone = tail_alone
+        self._always_trailing = always_trailing
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._by_parameter: dict[nn.Parameter, Slot] = {}
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] = []
         self.plan: BucketPlan
+        self.first_trailing: int  # index of the first bucket of trailing parameters
         self.tail_layout: TailLayout
         self.tail_travels_in_last_bucket = False
         weakref.finalize(self, _remove_hooks, self._hooks)
         self._take_parameters()
+
+    @property
+    def specs(self) -> list[ParameterSpec]:
+        """What the plan knows of each parameter, by index."""
+        return self._parameters.specs
 
     def changed(self) -> bool:
         """Whether the module's trained parameters are others than those laid out."""
@@ -72,7 +84,9 @@ class BucketLayout:
     def replan(self, order: list[int], trailing: Set[int]) -> None:
         """Move the parameters into buckets filled in ``order``; see ``plan_buckets``."""
         specs = self._parameters.specs
-        self.plan = plan_buckets(specs, order, self._caps, trailing)
+        behind = {slot.index for slot in self.slots if slot.name in self._always_trailing}.union(trailing)
+        self.plan = plan_buckets(specs, order, self._caps, behind)
+        self.first_trailing = sum(bucket[0] not in behind for bucket in self.plan.buckets)
         count = len(self.plan.buckets)
         self.tail_layout = TailLayout(self._world_size, len(specs), count)
         for slot in self.slots:
@@ -129,7 +143,7 @@ class BucketLayout:
         slots = [self.slots[index] for index in indices]
         if self._parameters.specs[indices[0]].sparse:
             return SparseBucket(position, slots[0])
-        carries_tail = is_last and slots[0].parameter.dtype in _EXACT_TO_2_TO_20
+        carries_tail = is_last and not self._tail_alone and slots[0].parameter.dtype in _EXACT_TO_2_TO_20
         return DenseBucket(position, slots, self.tail_layout.numel if carries_tail else 0, self._keep_shared)
 
 

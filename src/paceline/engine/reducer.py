@@ -30,6 +30,7 @@ raises or is told which rank did, and the next pass starts clean.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ from paceline.engine.comm_hooks import Averaging, Hook
 from paceline.engine.layout import BucketLayout
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps, registration_order
+from paceline.engine.statistics import RunStatistics
 from paceline.engine.usage import PassVerdict, RankReport, Standing
 from paceline.engine.words import (
     UnusedParameter,
@@ -70,12 +72,19 @@ class ReducerOptions:
         find_unused_parameters: whether a step may leave parameters without gradient.
         static_graph: whether every step must use the same parameters equally often.
         keep_shared: whether a gradient that the user kept across ``zero_grad`` stays as it was.
+        eager: whether gradients move and buckets are launched while backward goes on. Not with
+            low-precision copies, whose gradients have another dtype until backward has ended.
+        skip_unused: whether buckets of parameters that no rank used are left out of the pass.
+        delayed: names of parameters that travel behind all others.
     """
 
     caps: BucketCaps
     find_unused_parameters: bool = False
     static_graph: bool = False
     keep_shared: bool = True
+    eager: bool = True
+    skip_unused: bool = False
+    delayed: frozenset[str] = frozenset()
 
 
 class Reducer:
@@ -95,6 +104,10 @@ class Reducer:
         self.passes_finished = 0
         self.hook: Hook | None = None
         self.hook_state: Any = None
+        self.hook_name = ""
+        self.at_backward_end: list[Callable[[], None]] = []  # before anything is reduced
+        self.at_pass_end: list[Callable[[], None]] = []  # when the averages are there
+        self.statistics = RunStatistics()
         self.options = options
         self._group = group
         self._peers = Peers(group)
@@ -105,6 +118,8 @@ class Reducer:
             options.caps,
             options.keep_shared,
             on_gradient=call_weakly(self._gradient_ready),
+            tail_alone=options.skip_unused,
+            always_trailing=options.delayed,
         )
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
@@ -132,7 +147,9 @@ class Reducer:
             return []  # recomputed inside a backward (checkpointing): the pass goes on
         if self._pass is not None:
             self._abandon(self._pass)
-        self._forwards += training and self.synchronise
+        if training and self.synchronise:
+            self._forwards += 1
+            self.statistics.step_begins()
         self._settle()
         self._check_unused()
         newcomers, self._newcomers = self._newcomers, []
@@ -156,9 +173,43 @@ class Reducer:
         self._finish(current)
         self._drop_gradients()
 
+    def count_forwards_anew(self) -> None:
+        """All ranks are in step here, however many forwards each has run."""
+        self._forwards = 0
+
     def detach(self) -> None:
         """Stop listening to the parameters; gradients stay where they are."""
         self.layout.stop_watching()
+
+    def set_static_graph(self) -> None:
+        """From the first pass on, every pass must use the same parameters equally often."""
+        self.options = dataclasses.replace(self.options, static_graph=True)
+
+    def check_finished(self) -> None:
+        """Raise if a backward was started and has not come to its end."""
+        if self._pass is not None:
+            raise RuntimeError(f"backward pass {self._pass.number} of this wrapper has not ended")
+
+    def _get_local_used_map(self) -> Tensor:
+        device = self.layout.tail.device
+        return torch.tensor(self.users_of_parameters(), dtype=torch.int32, device=device)
+
+    def _ddp_graph_static(self) -> bool:
+        return self.graph_is_static
+
+    def users_of_parameters(self) -> list[int]:
+        """Number of ranks that reached each parameter in the last synchronising pass."""
+        return self._lessons.users or [self._peers.world_size] * len(self.layout.slots)
+
+    @property
+    def arrival_order(self) -> list[int] | None:
+        """The order of arrival that the buckets follow, None before the first replanning."""
+        return None if self._lessons.replan_due else self._lessons.order
+
+    @property
+    def graph_is_static(self) -> bool:
+        """Whether every synchronising pass so far reached the same parameters equally often."""
+        return self._lessons.firings is not None and not self._lessons.graph_changed
 
     def _check_unused(self) -> None:
         unused, self._lessons.unused = self._lessons.unused, None
@@ -169,7 +220,7 @@ class Reducer:
         for slot in self.layout.slots:
             slot.reached = False
         if words:
-            raise UnusedParametersError(words)
+            raise self.statistics.note(UnusedParametersError(words))
 
     # -- arm --------------------------------------------------------------------------------
 
@@ -180,6 +231,7 @@ class Reducer:
     def _begin_pass(self, engaged: bool) -> BackwardPass:
         self._settle()
         current = self._pass = BackwardPass(self.passes_finished + 1, self.synchronise, engaged)
+        self.statistics.backward_begins()
         at_end_of_backward(self._finish, self._abandon, current)
         for bucket in self.layout.buckets:
             bucket.ensure_unshared()
@@ -212,6 +264,9 @@ class Reducer:
         if bucket.launched:
             current.late.add(bucket.index)
             return
+        if not self.options.eager:
+            current.arrivals.append(slot.index)
+            return
         bucket.adopt(slot)
         if slot.firings != slot.expected_firings:
             return
@@ -226,31 +281,49 @@ class Reducer:
     # -- launch -----------------------------------------------------------------------------
 
     def _launch_full(self, current: BackwardPass) -> None:
-        """Launch every full bucket whose turn it is; the last one waits for the end of backward."""
+        """Launch every full bucket whose turn it is; those from ``_held_back`` on wait for the end."""
         current.launch_waits = False
-        last = len(self.layout.buckets) - 1
-        while current.next_launch < last and self.layout.buckets[current.next_launch].pending == 0:
+        buckets, end = self.layout.buckets, self._held_back()
+        while current.next_launch < end and buckets[current.next_launch].pending == 0:
             if self._hook_is_busy(current):
                 return
-            self._launch(current, self.layout.buckets[current.next_launch])
+            self._launch(current, buckets[current.next_launch])
+
+    def _held_back(self) -> int:
+        """Index of the first bucket that is launched only when backward has ended."""
+        return self.layout.first_trailing if self.options.skip_unused else len(self.layout.buckets) - 1
 
     def _launch(self, current: BackwardPass, bucket: Bucket) -> None:
         self._fill(current, bucket)
         self._take_off(current, bucket)
 
     def _launch_rest(self, current: BackwardPass) -> None:
-        """Launch what is left, in order; the last bucket takes the tail along."""
-        for bucket in self.layout.buckets[current.next_launch : -1]:
+        """Launch what is left, in order; the last bucket takes the tail along where it can."""
+        for bucket in self.layout.buckets[current.next_launch : self._held_back()]:
             self._launch(current, bucket)
-        last = self.layout.buckets[-1]
-        self._fill(current, last)
-        self.layout.tail_layout.write(self.layout.tail, self._report(current))
-        self._take_off(current, last)
+        if self.options.skip_unused:
+            self._write_tail(current)
+        else:
+            last = self.layout.buckets[-1]
+            self._fill(current, last)
+            self._write_tail(current)
+            self._take_off(current, last)
         if self.hook is not None:
             self._land(current)
         if self.hook is not None or not self.layout.tail_travels_in_last_bucket:
             what = functools.partial(name_tail, current.number)
             current.flights.append(self._average(self.layout.tail, what))
+
+    def _launch_used(self, current: BackwardPass, verdict: PassVerdict) -> None:
+        """Under ``skip_unused``, now that the tail is known: launch the buckets that some rank needs."""
+        nowhere = verdict.held_nowhere()
+        for bucket in self.layout.buckets[current.next_launch :]:
+            if any(slot.index not in nowhere for slot in bucket.slots):
+                self._launch(current, bucket)
+        self._land(current)
+
+    def _write_tail(self, current: BackwardPass) -> None:
+        self.layout.tail_layout.write(self.layout.tail, self._report(current))
 
     def _hook_is_busy(self, current: BackwardPass) -> bool:
         """Whether the hook of an earlier bucket is still at work.
@@ -266,6 +339,7 @@ class Reducer:
             bucket.fill()
         bucket.launched = True
         current.next_launch = bucket.index + 1
+        self.statistics.launched()
 
     def _take_off(self, current: BackwardPass, bucket: Bucket) -> None:
         names = [slot.name for slot in bucket.slots]
@@ -300,9 +374,12 @@ class Reducer:
     def _finish(self, current: BackwardPass) -> None:
         self._pass = None
         try:
+            _call_all(self.at_backward_end)
+            self.statistics.backward_ends()
             if current.synchronises and current.engaged and self.layout.buckets:
                 self._launch_rest(current)
                 self._conclude(current, self._collect(current))
+                _call_all(self.at_pass_end)
         finally:
             self._reset()
 
@@ -320,23 +397,27 @@ class Reducer:
     def _conclude(self, current: BackwardPass, verdict: PassVerdict) -> None:
         self.passes_finished += 1
         self._check_verdict(current, verdict)
+        if self.options.skip_unused:
+            self._launch_used(current, verdict)
         if verdict.late_buckets:
             self._reduce_late(current, verdict.late_buckets)
         if self.divide_by_active and self.hook is None:
             self._scale(self._peers.world_size / verdict.active_ranks())
         self._hand_back(verdict)
+        self.statistics.communication_ends(sum(bucket.launched for bucket in self.layout.buckets))
         self._learn(current, verdict)
-        if self.options.static_graph:
-            self._check_static(current)
+        self._check_static(current)
 
     def _check_verdict(self, current: BackwardPass, verdict: PassVerdict) -> None:
         rank = self._peers.rank
         failed = verdict.failed_ranks()
         if failed:
-            raise PeerFailedError(words_for_failed_peer(rank, current.number, failed))
+            raise self.statistics.note(PeerFailedError(words_for_failed_peer(rank, current.number, failed)))
         if not verdict.in_step():
             self._forwards, self.passes_finished = 0, max(verdict.pass_numbers)  # from here in step again
-            raise RanksOutOfStepError(words_for_out_of_step(rank, current.number, verdict))
+            raise self.statistics.note(
+                RanksOutOfStepError(words_for_out_of_step(rank, current.number, verdict))
+            )
 
     def _reduce_late(self, current: BackwardPass, indices: list[int]) -> None:
         """Reduce again what got gradient after its launch; averaging is idempotent."""
@@ -365,6 +446,7 @@ class Reducer:
         for slot in self.layout.slots:
             slot.expected_firings = slot.firings or slot.expected_firings
         lessons.unused = verdict.unused_somewhere(self._peers.world_size)
+        lessons.users = verdict.users
         if lessons.order is None:
             lessons.order = self._agree_on_order(current)
             lessons.replan_due = True
@@ -383,18 +465,16 @@ class Reducer:
 
     def _check_static(self, current: BackwardPass) -> None:
         firings = [slot.firings for slot in self.layout.slots]
-        first = self._lessons.firings
-        if first is None:
-            self._lessons.firings = firings
-        elif firings != first:
-            changed = [
-                slot for slot, count in zip(self.layout.slots, first, strict=True) if slot.firings != count
-            ]
+        before, self._lessons.firings = self._lessons.firings, firings
+        if before is None or firings == before:
+            return
+        self._lessons.graph_changed = True
+        if self.options.static_graph:
+            changed = [s for s, count in zip(self.layout.slots, before, strict=True) if s.firings != count]
             unreached = [(slot.index, slot.name) for slot in changed if not slot.firings]
             names = [slot.name for slot in changed]
-            raise GraphChangedError(
-                words_for_changed_graph(self._peers.rank, current.number, unreached, names)
-            )
+            words = words_for_changed_graph(self._peers.rank, current.number, unreached, names)
+            raise self.statistics.note(GraphChangedError(words))
 
     def _drop_gradients(self) -> None:
         for slot in self.layout.slots:
@@ -404,6 +484,7 @@ class Reducer:
         self._settled = False
         for slot in self.layout.slots:
             slot.firings = 0
+            slot.has_gradient = False
         for bucket in self.layout.buckets:
             bucket.pending = len(bucket.slots)
             bucket.launched = False
@@ -415,6 +496,7 @@ class Reducer:
         if self._pass is not current:
             return
         self._pass = None
+        _call_all(self.at_backward_end)
         if current.synchronises and current.engaged:
             self._abandoned = current
             with contextlib.suppress(RuntimeError):  # the group itself may be what failed
@@ -449,6 +531,11 @@ class Reducer:
         slots = self.layout.slots
         listed = [UnusedParameter(i, slots[i].name, users, slots[i].reached) for i, users in unused.items()]
         return words_for_unused(self._peers.rank, self._peers.world_size, number, listed)
+
+
+def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        callback()
 
 
 def _only_tensor(value: Any) -> Tensor:

@@ -1,19 +1,26 @@
-"""Spellings of torch's class that other libraries and scripts call, over our own parts.
+"""Spellings of torch's class that other libraries, scripts and torch's own tests use.
 
 Nothing here computes: each name forwards to the part that owns the matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchClass
 
+from paceline.comm.coalesced import CHUNK_BYTES, broadcast_tensors
 from paceline.engine.buffers import BufferSync
 from paceline.engine.comm_hooks import BUILT_IN_HOOKS, Hook
+from paceline.engine.logging_data import logging_data
 from paceline.engine.reducer import Reducer
+from paceline.engine.statistics import RunStatistics
 
 
 class TorchNames:
@@ -24,6 +31,15 @@ class TorchNames:
     buffer_sync: BufferSync
     process_group: dist.ProcessGroup
     forward_sync_buffers: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    bucket_cap_mb_list: list[float]
+    _set_hook: Callable[[object, Hook, str], None]
+    _authoritative_rank: int  # the rank whose model all took at the end of the last join
+    broadcast_bucket_size: ClassVar[int] = CHUNK_BYTES
+    _active_ddp_module: ClassVar[Any] = None
+
+    # -- buffers ----------------------------------------------------------------------------
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -50,21 +66,100 @@ class TorchNames:
         if value:
             self.buffer_sync.make_due()
 
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next training forward has buffers to broadcast."""
+        return self.require_forward_param_sync and bool(self.buffer_sync.named())
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: Any = None,
+    ) -> None:
+        before = comm_hook_location is not None and comm_hook_location.name == "PRE_FORWARD"
+        self.buffer_sync.set_hook(state, hook, after_forward=not before)
+
+    def _default_broadcast_coalesced(
+        self, bufs: list[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        buffers = self.modules_buffers if bufs is None else bufs
+        broadcast_tensors(buffers, self.process_group, authoritative_rank, bucket_size or CHUNK_BYTES)
+
+    # -- buckets and hooks ------------------------------------------------------------------
+
     @property
     def bucket_bytes_cap(self) -> int:
         """Bytes of gradient in one all-reduce, behind the first bucket."""
         return self.reducer.options.caps.limits[-1]
 
     @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """Caps of the first buckets in bytes, as given in ``bucket_cap_mb_list``."""
+        return list(self.reducer.options.caps.limits[: len(self.bucket_cap_mb_list)])
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        self._set_hook(None, BUILT_IN_HOOKS[comm_hook_type], str(comm_hook_type))
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("static_graph is True already", stacklevel=2)
+            return
+        if self.reducer.passes_finished:
+            error = RuntimeError(
+                "_set_static_graph() should be called before training loop starts; write "
+                "DistributedDataParallel(..., static_graph=True)"
+            )
+            raise self.logger.note(error)
+        self.static_graph = True
+        self.reducer.set_static_graph()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.detach()
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer.check_finished()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Outputs are never cloned here, so there is nothing to switch."""
+
+    # -- facts ------------------------------------------------------------------------------
+
+    @property
+    def logger(self) -> RunStatistics:
+        """What takes note of times and errors."""
+        return self.reducer.statistics
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return logging_data(self)  # type: ignore[arg-type]
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+        self.logger.sample_rate = sample_rate
+
+    @property
     def _distributed_rank(self) -> int:
         return dist.get_rank(self.process_group)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        self.register_comm_hook(None, BUILT_IN_HOOKS[comm_hook_type])
+    @property
+    def _module_parameters(self) -> list[nn.Parameter]:
+        return list(self._get_data_parallel_params(self.module))
 
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Defined by the wrapper."""
-        raise NotImplementedError
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        specs = self.reducer.layout.specs
+        return [slot.parameter for slot in self.reducer.layout.slots], [spec.sparse for spec in specs]
+
+    def _build_debug_param_to_name_mapping(self, parameters: list[nn.Parameter]) -> dict[int, str]:
+        names = {slot.parameter: slot.name for slot in self.reducer.layout.slots}
+        for parameter, name in names.items():
+            if parameter not in set(parameters):
+                raise ValueError(f"Param with name {name} found in module parameters, but not in those given")
+        if len(names) != len(parameters):
+            raise ValueError(
+                f"Expected param to name mapping to cover the wrapper's {len(names)} parameters "
+                f"({', '.join(names.values())}), but {len(parameters)} were given"
+            )
+        return {index: names[parameter] for index, parameter in enumerate(parameters)}
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -80,3 +175,28 @@ class TorchNames:
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
+
+    # -- torch.compile ----------------------------------------------------------------------
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return cls._active_ddp_module
+
+    @contextlib.contextmanager
+    def _seen_by_compiler(self) -> Iterator[None]:
+        """While a forward runs, torch.compile finds the wrapper where it looks for torch's own.
+
+        It then cuts the graph at bucket borders, so that gradients arrive while backward goes on.
+        """
+        if torch.compiler.is_compiling():
+            yield
+            return
+        homes: tuple[Any, ...] = (TorchClass, type(self))
+        before = [home._active_ddp_module for home in homes]
+        for home in homes:
+            home._active_ddp_module = self
+        try:
+            yield
+        finally:
+            for home, previous in zip(homes, before, strict=True):
+                home._active_ddp_module = previous

@@ -74,7 +74,7 @@ def words_for_changed_graph(
     if not unreached:
         return (
             f"Your training graph has changed in this iteration (rank {rank}, backward pass {number}): "
-            f"{', '.join(others)} took part more or less often than in the first pass. This is not compatible with "
+            f"{', '.join(others)} took part more or less often than in the pass before. This is not compatible with "
             "static_graph set to True; write static_graph=False."
         )
     indices = " ".join(str(index) for index, _ in unreached)
