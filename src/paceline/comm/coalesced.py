@@ -29,8 +29,25 @@ def broadcast_tensors(
         source: rank within ``group`` whose values win.
         chunk_bytes: size of a message in bytes.
     """
+    with torch.no_grad():
+        for tensor, value in broadcast_values(tensors, group, source, chunk_bytes):
+            tensor.copy_(value)
+
+
+def broadcast_values(
+    tensors: Iterable[Tensor],
+    group: dist.ProcessGroup,
+    source: int = 0,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Like ``broadcast_tensors``, but leaves the writing to the caller.
+
+    Returns:
+        On every rank but the source: each tensor with the source's value for it, a view of a message
+        that is freed when the next one comes. On the source: nothing. Must be read to its end.
+    """
     for chunk in _chunks(tensors, chunk_bytes):
-        _broadcast_chunk(chunk, group, source)
+        yield from _broadcast_chunk(chunk, group, source)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -57,15 +74,16 @@ def _chunks(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[list[Tensor
         yield chunk
 
 
-@torch.no_grad()
-def _broadcast_chunk(chunk: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+def _broadcast_chunk(
+    chunk: Sequence[Tensor], group: dist.ProcessGroup, source: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    with torch.no_grad():
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
     if flat.numel() == 0:
         return
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
     dist.broadcast(wire, group=group, group_src=source)
     if dist.get_rank(group) == source:
         return
-    pieces = flat.split([tensor.numel() for tensor in chunk])
-    for tensor, piece in zip(chunk, pieces, strict=True):
-        tensor.copy_(piece.view(tensor.shape))
+    for tensor, piece in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
+        yield tensor, piece.view(tensor.shape)

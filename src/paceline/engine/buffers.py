@@ -1,8 +1,8 @@
 """Module buffers follow one rank.
 
 Note "buffers": they are broadcast at the first forward after a backward that synchronised,
-not before each of several forwards whose graphs are still needed: writing into a buffer
-that a living graph has saved would break its backward.
+not before each of several forwards. Writing into a buffer that a living graph has saved
+would break its backward, so such a buffer is replaced and not written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.coalesced import broadcast_tensors
+from paceline.comm.coalesced import broadcast_values
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,24 @@ class BufferSync:
 
     def broadcast(self, source: int) -> None:
         """Make every rank's buffers equal to those of rank ``source`` of the group."""
-        broadcast_tensors(self.named().values(), self._group, source)
+        for buffer, value in broadcast_values(self.named().values(), self._group, source):
+            if not torch.equal(buffer, value):
+                self._write(buffer, value)
+
+    @torch.no_grad()
+    def _write(self, buffer: Tensor, value: Tensor) -> None:
+        """Give a buffer a new value.
+
+        In place, unless something besides Python refers to the tensor: then a living graph may have
+        saved it, and the module gets a new tensor instead.
+        """
+        if buffer._use_count() == 1:  # type: ignore[attr-defined]
+            buffer.copy_(value)
+            return
+        for layer in self._module.modules():
+            for name, held in layer._buffers.items():
+                if held is buffer:
+                    layer._buffers[name] = value.clone()
 
     def set_hook(
         self, state: Any, function: Callable[[Any, dict[str, Tensor]], Any], after_forward: bool

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,22 @@ from paceline.engine.bucket import GradBucket
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]  # (state, GradBucket) -> the reduced buffer
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A registered hook.
+
+    Attributes:
+        function: ``(state, bucket) -> torch.futures.Future[Tensor]``.
+        state: passed to every call.
+        name: what it is called in messages and logging data.
+    """
+
+    function: Hook
+    state: Any
+    name: str
+
 
 BUILT_IN_HOOKS = {
     dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,

@@ -31,7 +31,7 @@ from paceline.engine.checks import (
     verify_same_parameters,
     warn_of_old_names,
 )
-from paceline.engine.comm_hooks import Hook, check_hook
+from paceline.engine.comm_hooks import CommHook, Hook, check_hook
 from paceline.engine.join import WrapperJoinHook, agree_to_synchronise, synchronise_buffers
 from paceline.engine.optimizer_in_backward import step_and_clear, take_over
 from paceline.engine.parameters import TrainedParameters
@@ -209,12 +209,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._set_hook(state, hook, hook.__qualname__)
 
     def _set_hook(self, state: object, hook: Hook, name: str) -> None:
-        reducer = self.reducer
-        if reducer.hook is not None:
+        registered = self.reducer.hook
+        if registered is not None:
             raise RuntimeError(
-                f"a communication hook can be registered only once on a wrapper; {reducer.hook_name} is already"
+                f"a communication hook can be registered only once on a wrapper; {registered.name} is already"
             )
-        reducer.hook, reducer.hook_state, reducer.hook_name = hook, state, name
+        self.reducer.hook = CommHook(hook, state, name)
 
     # -- uneven inputs ----------------------------------------------------------------------
 

@@ -110,7 +110,11 @@ class BucketLayout:
 
     def accumulates_now(self) -> bool:
         """Whether the running graph task accumulates into any ``.grad`` (``autograd.grad`` does not)."""
-        return any(_will_run(_accumulating_node(slot.parameter)) for slot in self.slots)
+        return any(
+            _will_run(_accumulating_node(slot.parameter))
+            for slot in self.slots
+            if slot.parameter.requires_grad
+        )
 
     def stop_watching(self) -> None:
         """Take the hooks off the parameters."""

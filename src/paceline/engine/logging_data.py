@@ -49,7 +49,7 @@ def logging_data(wrapper: DistributedDataParallel) -> dict[str, Any]:
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.arrival_order)),
         }
     if reducer.hook is not None:
-        data["comm_hook"] = reducer.hook_name
+        data["comm_hook"] = reducer.hook.name
     return data
 
 

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
 
 def take_over(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Take the optimizers' hooks off; returns the parameters that had one."""
     owned = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    if not owned:
+        return []
+    # Importing it takes longer than importing the engine, and who has such optimizers has it already.
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
     for parameter in owned:
         for handle in param_to_optim_hook_handle_map.get(parameter, []):
             handle.remove()

@@ -2,19 +2,15 @@
 
     arm       _begin_pass      backward has started: does this one synchronise?
     ready     _gradient_ready  a parameter's gradient was accumulated
-    launch    _launch_full     a bucket is full and all earlier ones are launched: all-reduce it
+    launch    BucketLauncher.launch_full   a bucket is full and all earlier ones are launched: all-reduce it
     finish    _finish          backward has ended: launch what is missing, the tail last
-                 _collect      wait, and read what all ranks said in the tail
-                 _reduce_late  reduce again what got gradient after its launch
+                 read_tail     wait, and read what all ranks said
+                 reduce_late   reduce again what got gradient after its launch
                  _hand_back    point every .grad at its average
     abandon   _abandon         backward raised instead: complete the collectives, tell the others
 
 Only autograd calls in from outside, through what ``BucketLayout``, ``prepare_for_backward``
 and ``_begin_pass`` register.
-
-Note "launch order": all ranks launch the same buckets in the same order, whatever order
-their gradients arrive in. The first plan is reverse registration order; after the first
-pass rank 0's order of arrival replaces it on all ranks.
 
 Note "how backward's end is seen": the engine's callback belongs to the innermost running
 graph task. Under re-entrant checkpointing that is an inner backward, which ends early. So
@@ -31,10 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,10 +36,11 @@ from torch import Tensor, nn
 
 from paceline.comm.coalesced import broadcast_tensors
 from paceline.comm.waiting import Peers
-from paceline.engine.backward_pass import BackwardPass, Flight, Lessons
-from paceline.engine.bucket import Bucket, GradBucket, Slot
+from paceline.engine.backward_pass import BackwardPass, Lessons
+from paceline.engine.bucket import Slot
 from paceline.engine.callbacks import at_end_of_backward, call_weakly
-from paceline.engine.comm_hooks import Averaging, Hook
+from paceline.engine.comm_hooks import Averaging, CommHook
+from paceline.engine.launcher import BucketLauncher
 from paceline.engine.layout import BucketLayout
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps, registration_order
@@ -53,8 +48,6 @@ from paceline.engine.statistics import RunStatistics
 from paceline.engine.usage import PassVerdict, RankReport, Standing
 from paceline.engine.words import (
     UnusedParameter,
-    name_bucket,
-    name_tail,
     words_for_changed_graph,
     words_for_failed_peer,
     words_for_out_of_step,
@@ -102,16 +95,12 @@ class Reducer:
         self.synchronise = True  # written by no_sync alone, read when a backward starts
         self.divide_by_active = False  # under join: divide by the ranks that still have data
         self.passes_finished = 0
-        self.hook: Hook | None = None
-        self.hook_state: Any = None
-        self.hook_name = ""
         self.at_backward_end: list[Callable[[], None]] = []  # before anything is reduced
         self.at_pass_end: list[Callable[[], None]] = []  # when the averages are there
         self.statistics = RunStatistics()
         self.options = options
         self._group = group
         self._peers = Peers(group)
-        self._averaging = Averaging(group)
         self.layout = BucketLayout(
             parameters,
             self._peers.world_size,
@@ -120,6 +109,9 @@ class Reducer:
             on_gradient=call_weakly(self._gradient_ready),
             tail_alone=options.skip_unused,
             always_trailing=options.delayed,
+        )
+        self._launcher = BucketLauncher(
+            self.layout, self._peers, Averaging(group), self.statistics, options.skip_unused
         )
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
@@ -180,6 +172,15 @@ class Reducer:
     def detach(self) -> None:
         """Stop listening to the parameters; gradients stay where they are."""
         self.layout.stop_watching()
+
+    @property
+    def hook(self) -> CommHook | None:
+        """The user's communication hook, None for averaging."""
+        return self._launcher.hook
+
+    @hook.setter
+    def hook(self, hook: CommHook | None) -> None:
+        self._launcher.hook = hook
 
     def set_static_graph(self) -> None:
         """From the first pass on, every pass must use the same parameters equally often."""
@@ -257,7 +258,7 @@ class Reducer:
         current = self._pass or self._begin_pass(engaged=True)
         current.engaged = True
         if current.launch_waits:
-            self._launch_full(current)
+            self._launcher.launch_full(current)
         slot.firings += 1
         slot.reached = True
         bucket = slot.bucket
@@ -276,98 +277,7 @@ class Reducer:
             # Hooks of users that were registered after ours run next, and must find the gradient.
             current.launch_waits = slot.has_hooks_of_others()
             if not current.launch_waits:
-                self._launch_full(current)
-
-    # -- launch -----------------------------------------------------------------------------
-
-    def _launch_full(self, current: BackwardPass) -> None:
-        """Launch every full bucket whose turn it is; those from ``_held_back`` on wait for the end."""
-        current.launch_waits = False
-        buckets, end = self.layout.buckets, self._held_back()
-        while current.next_launch < end and buckets[current.next_launch].pending == 0:
-            if self._hook_is_busy(current):
-                return
-            self._launch(current, buckets[current.next_launch])
-
-    def _held_back(self) -> int:
-        """Index of the first bucket that is launched only when backward has ended."""
-        return self.layout.first_trailing if self.options.skip_unused else len(self.layout.buckets) - 1
-
-    def _launch(self, current: BackwardPass, bucket: Bucket) -> None:
-        self._fill(current, bucket)
-        self._take_off(current, bucket)
-
-    def _launch_rest(self, current: BackwardPass) -> None:
-        """Launch what is left, in order; the last bucket takes the tail along where it can."""
-        for bucket in self.layout.buckets[current.next_launch : self._held_back()]:
-            self._launch(current, bucket)
-        if self.options.skip_unused:
-            self._write_tail(current)
-        else:
-            last = self.layout.buckets[-1]
-            self._fill(current, last)
-            self._write_tail(current)
-            self._take_off(current, last)
-        if self.hook is not None:
-            self._land(current)
-        if self.hook is not None or not self.layout.tail_travels_in_last_bucket:
-            what = functools.partial(name_tail, current.number)
-            current.flights.append(self._average(self.layout.tail, what))
-
-    def _launch_used(self, current: BackwardPass, verdict: PassVerdict) -> None:
-        """Under ``skip_unused``, now that the tail is known: launch the buckets that some rank needs."""
-        nowhere = verdict.held_nowhere()
-        for bucket in self.layout.buckets[current.next_launch :]:
-            if any(slot.index not in nowhere for slot in bucket.slots):
-                self._launch(current, bucket)
-        self._land(current)
-
-    def _write_tail(self, current: BackwardPass) -> None:
-        self.layout.tail_layout.write(self.layout.tail, self._report(current))
-
-    def _hook_is_busy(self, current: BackwardPass) -> bool:
-        """Whether the hook of an earlier bucket is still at work.
-
-        Note "hooks take turns": a hook may issue further collectives from callbacks on its first
-        one (PowerSGD does). Were another bucket launched meanwhile, ranks could issue the two in
-        different orders.
-        """
-        return self.hook is not None and not all(flight.done() for flight in current.flights)
-
-    def _fill(self, current: BackwardPass, bucket: Bucket) -> None:
-        with torch.no_grad():
-            bucket.fill()
-        bucket.launched = True
-        current.next_launch = bucket.index + 1
-        self.statistics.launched()
-
-    def _take_off(self, current: BackwardPass, bucket: Bucket) -> None:
-        names = [slot.name for slot in bucket.slots]
-        what = functools.partial(name_bucket, current.number, bucket.index, len(self.layout.buckets), names)
-        flight = self._run_hook(current, bucket) if self.hook else self._average(bucket.payload(), what)
-        current.flights.append(flight)
-
-    def _run_hook(self, current: BackwardPass, bucket: Bucket) -> Flight:
-        assert self.hook is not None
-        self._land(current)
-        is_last = bucket.index == len(self.layout.buckets) - 1
-        future = self.hook(self.hook_state, GradBucket(bucket, is_last))
-        return Flight(
-            done=future.done, wait=future.wait, land=lambda: bucket.accept(_only_tensor(future.value()))
-        )
-
-    @torch.no_grad()
-    def _average(self, tensor: Tensor, what: Callable[[], str]) -> Flight:
-        try:
-            work = self._averaging.start(tensor)
-        except RuntimeError as error:
-            raise self._peers.explain(error, what()) from error
-        on_cpu = tensor.device.type == "cpu"
-        return Flight(
-            done=work.is_completed,
-            wait=functools.partial(self._peers.wait, work, what) if on_cpu else work.wait,
-            land=functools.partial(self._averaging.complete, tensor),
-        )
+                self._launcher.launch_full(current)
 
     # -- finish -----------------------------------------------------------------------------
 
@@ -377,32 +287,19 @@ class Reducer:
             _call_all(self.at_backward_end)
             self.statistics.backward_ends()
             if current.synchronises and current.engaged and self.layout.buckets:
-                self._launch_rest(current)
-                self._conclude(current, self._collect(current))
+                self._launcher.launch_rest(current, self._report(current))
+                self._conclude(current, self._launcher.read_tail(current))
                 _call_all(self.at_pass_end)
         finally:
             self._reset()
 
-    def _collect(self, current: BackwardPass) -> PassVerdict:
-        self._land(current)
-        return self.layout.tail_layout.read(self.layout.tail)
-
-    @torch.no_grad()
-    def _land(self, current: BackwardPass) -> None:
-        flights, current.flights = current.flights, []
-        for flight in flights:
-            flight.wait()
-            flight.land()
-
     def _conclude(self, current: BackwardPass, verdict: PassVerdict) -> None:
         self.passes_finished += 1
         self._check_verdict(current, verdict)
-        if self.options.skip_unused:
-            self._launch_used(current, verdict)
-        if verdict.late_buckets:
-            self._reduce_late(current, verdict.late_buckets)
+        self._launcher.launch_used(current, verdict)
+        self._launcher.reduce_late(current, verdict.late_buckets)
         if self.divide_by_active and self.hook is None:
-            self._scale(self._peers.world_size / verdict.active_ranks())
+            self._launcher.scale(self._peers.world_size / verdict.active_ranks())
         self._hand_back(verdict)
         self.statistics.communication_ends(sum(bucket.launched for bucket in self.layout.buckets))
         self._learn(current, verdict)
@@ -418,20 +315,6 @@ class Reducer:
             raise self.statistics.note(
                 RanksOutOfStepError(words_for_out_of_step(rank, current.number, verdict))
             )
-
-    def _reduce_late(self, current: BackwardPass, indices: list[int]) -> None:
-        """Reduce again what got gradient after its launch; averaging is idempotent."""
-        for index in indices:
-            bucket = self.layout.buckets[index]
-            with torch.no_grad():
-                bucket.absorb_late()
-            self._take_off(current, bucket)
-        self._land(current)
-
-    @torch.no_grad()
-    def _scale(self, factor: float) -> None:
-        for bucket in self.layout.buckets:
-            bucket.gradients_only().mul_(factor)
 
     def _hand_back(self, verdict: PassVerdict) -> None:
         nowhere = verdict.held_nowhere()
@@ -499,16 +382,16 @@ class Reducer:
         _call_all(self.at_backward_end)
         if current.synchronises and current.engaged:
             self._abandoned = current
-            with contextlib.suppress(RuntimeError):  # the group itself may be what failed
-                current.standing = Standing.RAISED
-                self._launch_rest(current)
+            current.standing = Standing.RAISED
+            with contextlib.suppress(Exception):  # this is a finalizer, and the group may be what failed
+                self._launcher.launch_rest(current, self._report(current))
         self._reset()
 
     def _drain(self, abandoned: BackwardPass) -> None:
         """Wait for what ``_abandon`` launched; its result is worth nothing."""
         self._abandoned = None
         self.passes_finished += 1
-        self._land(abandoned)
+        self._launcher.land(abandoned)
 
     # -- words ------------------------------------------------------------------------------
 
@@ -536,10 +419,3 @@ class Reducer:
 def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:
     for callback in callbacks:
         callback()
-
-
-def _only_tensor(value: Any) -> Tensor:
-    """A hook's future holds a tensor, or a list of one."""
-    tensor = value[0] if isinstance(value, list | tuple) else value
-    assert isinstance(tensor, Tensor)
-    return tensor

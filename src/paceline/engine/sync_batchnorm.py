@@ -17,6 +17,11 @@ nothing else uses. It is made at the first training forward, once for each group
 Note "exact rows": each rank writes its row into a matrix of zeros, and the sum of the matrices holds
 every row exactly, whatever the order of addition. All ranks then combine the same bits in the same
 way, so that running statistics cannot drift apart.
+
+Note "after an exception": a rank whose backward raised never comes to the collectives of the layers
+that are left, and would meet its peers there with those of its next forward. So the reducer calls
+``StatisticsExchange.abandon`` as soon as it knows: ranks that wait are told, and the next forward makes
+a new group on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.waiting import Peers
-from paceline.errors import ArgumentError
+from paceline.errors import ArgumentError, PeerFailedError
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -82,6 +87,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return _BatchNorm.forward(self, input)
         self._check_input(input)
+        return self._normalise_over_ranks(input)
+
+    @torch._disable_dynamo  # a compiler's graph ends here: it cannot hold process groups
+    def _normalise_over_ranks(self, input: Tensor) -> Tensor:
         group: Any = dist.group.WORLD if self.process_group is None else self.process_group
         exchange = StatisticsExchange.over(group, input.device)
         whole = _statistics_of_all(input.detach(), exchange, self.label)
@@ -182,7 +191,7 @@ class StatisticsExchange:
             group_desc="paceline:batch_statistics",
             sort_ranks=False,
         )
-        self._peers = Peers(self._group)
+        self._peers = _ExchangePeers(self._group)
 
     @classmethod
     def over(cls, base: dist.ProcessGroup, device: torch.device) -> StatisticsExchange:
@@ -192,6 +201,16 @@ class StatisticsExchange:
             cls._open[key] = cls(base, device)
             weakref.finalize(base, cls._open.pop, key, None).atexit = False
         return cls._open[key]
+
+    @classmethod
+    def abandon(cls) -> None:
+        """Give up every exchange, since this pass failed on some rank; the next forward makes new ones.
+
+        All ranks must do so after the same pass: the one whose backward raised, which so frees those that
+        wait for it, and those that were told.
+        """
+        while cls._open:
+            cls._open.popitem()[1]._peers.tell_abandoned()
 
     def rows(self, mine: Tensor, what: str) -> Tensor:
         """Every rank's 1-d tensor, exactly, as the rows of a matrix in rank order."""
@@ -214,6 +233,23 @@ class StatisticsExchange:
         else:
             work.wait()
         return tensor
+
+
+class _ExchangePeers(Peers):
+    """Ranks that may also be told, while they wait, that the pass has failed elsewhere."""
+
+    def tell_abandoned(self) -> None:
+        """Have the ranks that wait in this exchange raise; the first rank that tells is named."""
+        self._quietly(lambda: self._store.compare_set("abandoned", "", str(self.rank)))
+
+    def _look_around(self, what: str) -> None:
+        culprit = self._read("abandoned")
+        if culprit is not None:
+            raise PeerFailedError(
+                f"rank {self.rank}: {what} failed, because backward raised an exception on rank {culprit}; it "
+                "stands in that rank's output. This pass has no gradients on any rank."
+            )
+        super()._look_around(what)
 
 
 class _Normalise(Function):
