@@ -176,6 +176,15 @@ class TorchNames:
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch.distributed.checkpoint: keys of state_dict start below ``module``, which they leave out."""
+        inner = self.module
+        return dict.fromkeys((*inner._modules, *inner._parameters, *inner._buffers), "module")
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.reducer.arrival_order is not None
+
     # -- torch.compile ----------------------------------------------------------------------
 
     @classmethod
