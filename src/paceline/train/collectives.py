@@ -1,0 +1,52 @@
+"""The small sums that the loop itself needs, waited for in slices and explained when they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.waiting import Peers
+
+
+class Collectives:
+    """All-reduces over the default process group, whose timeout bounds them.
+
+    Args:
+        where: says where training stands, as in "step 12", for the error.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self._where = where
+        group = dist.group.WORLD
+        assert group is not None  # TrainingArguments brought it up
+        self._peers = Peers(group)
+
+    def sum(self, value: Tensor, what: str) -> Tensor:
+        """Add `value` up over all ranks, in place.
+
+        Args:
+            value: on this rank's device; of one shape and dtype on all ranks.
+            what: what it is for, for the error.
+
+        Returns:
+            `value`, the same on every rank.
+
+        Raises:
+            CollectiveTimeoutError: a rank did not come in time; it is named.
+            PeerLostError: a rank is gone; it is named.
+        """
+        return self._reduce(value, what, dist.ReduceOp.SUM)
+
+    def max(self, value: Tensor, what: str) -> Tensor:
+        """The same with the largest of the ranks' values."""
+        return self._reduce(value, what, dist.ReduceOp.MAX)
+
+    def _reduce(self, value: Tensor, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
+        work = dist.all_reduce(value, op=op, async_op=True)
+        if value.device.type == "cpu":
+            self._peers.wait(work, lambda: f"{what} ({self._where()})")
+        else:
+            work.wait()
+        return value

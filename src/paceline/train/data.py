@@ -1,0 +1,338 @@
+"""Which rank sees which samples when, as a function of the seed and the step alone.
+
+    epoch's order (seed, epoch)  ->  global batches  ->  micro-batches  ->  one share per rank
+
+Step s of an epoch takes the next `per_rank * world_size * accumulation` samples of the
+epoch's order, whatever the layout, so 1, 2 and 4 ranks with the same global batch work
+through the same global batches. The last one holds what is left: no sample is seen
+twice and none is left out. Then ranks may get unequal shares, even empty ones; an empty
+share is fetched as one sample that counts for nothing, because its rank must still take
+part in the collectives of the backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+
+from paceline.errors import ArgumentError
+from paceline.train.arguments import TrainingArguments
+from paceline.train.randomness import derive_seed, seed_again
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """How one epoch's samples are dealt out. Pure arithmetic over positions in the order.
+
+    Attributes:
+        num_samples: samples of the epoch.
+        per_rank: samples of one micro-batch on one rank.
+        world_size: ranks.
+        accumulation: micro-batches of a full step.
+        drop_last: leave out the last global batch if it is not full.
+    """
+
+    num_samples: int
+    per_rank: int
+    world_size: int
+    accumulation: int
+    drop_last: bool = False
+
+    @property
+    def micro_size(self) -> int:
+        """Samples of one full micro-batch over all ranks."""
+        return self.per_rank * self.world_size
+
+    @property
+    def global_size(self) -> int:
+        """Samples of one full step."""
+        return self.micro_size * self.accumulation
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the epoch."""
+        full, rest = divmod(self.num_samples, self.global_size)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    def step_size(self, step: int) -> int:
+        """Samples of step `step`, over all ranks and micro-batches."""
+        return min(self.global_size, self.num_samples - step * self.global_size)
+
+    def micro_batches(self, step: int) -> int:
+        """Micro-batches of step `step`; the same on every rank."""
+        return math.ceil(self.step_size(step) / self.micro_size)
+
+    def share(self, step: int, micro: int, rank: int) -> range:
+        """Positions that `rank` works on in one micro-batch; may be empty."""
+        size = min(self.micro_size, self.step_size(step) - micro * self.micro_size)
+        offset = step * self.global_size + micro * self.micro_size
+        own = even_part(size, self.world_size, rank)
+        return range(offset + own.start, offset + own.stop)
+
+
+def even_part(size: int, parts: int, index: int) -> range:
+    """Part `index` of range(size) cut into `parts` contiguous parts that differ by one at most."""
+    base, extra = divmod(size, parts)
+    start = index * base + min(index, extra)
+    return range(start, start + base + (1 if index < extra else 0))
+
+
+class EpochOrder(Sampler[int]):
+    """The order of an epoch: a permutation that depends on (seed, epoch) alone, or 0, 1, 2, ...
+
+    Args:
+        num_samples: samples of the data set.
+        seed: of the permutations.
+        shuffle: False keeps the data set's own order in every epoch.
+    """
+
+    def __init__(self, num_samples: int, seed: int = 0, shuffle: bool = True) -> None:
+        self.num_samples, self.seed, self.shuffle = num_samples, seed, shuffle
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next pass is for."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.as_tensor().tolist())
+
+    def as_tensor(self) -> torch.Tensor:
+        """The whole order, int64 of shape (num_samples,)."""
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        generator = torch.Generator().manual_seed(derive_seed("order", self.seed, self.epoch))
+        return torch.randperm(self.num_samples, generator=generator)
+
+
+class Share(list[int]):
+    """The indices of one rank's part of a micro-batch, and the seed of what is random in loading it."""
+
+    seed = 0
+
+
+class StepBatches(Sampler[list[int]]):
+    """Batch sampler of one rank: its shares, micro-batch by micro-batch, step by step.
+
+    Args:
+        order: gives an epoch's sample indices, the same on every rank.
+        plan: how they are dealt out.
+        rank: whose shares to give.
+        seed: of random augmentation, which differs by epoch, step, micro-batch and rank.
+    """
+
+    def __init__(self, order: Sampler[int], plan: EpochPlan, rank: int, seed: int) -> None:
+        self.order, self.plan, self.rank, self.seed = order, plan, rank, seed
+        self.epoch = self.first_step = 0
+
+    def start_at(self, epoch: int, step: int = 0) -> None:
+        """Let the next pass be over `epoch`, from its step `step` on. Takes no time for earlier steps."""
+        self.epoch, self.first_step = epoch, step
+        if hasattr(self.order, "set_epoch"):
+            self.order.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        full = max(self.plan.steps - 1, 0) * self.plan.accumulation
+        return full + (self.plan.micro_batches(self.plan.steps - 1) if self.plan.steps else 0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._epoch_order()
+        for step in range(self.first_step, self.plan.steps):
+            for micro in range(self.plan.micro_batches(step)):
+                positions = self.plan.share(step, micro, self.rank)
+                share = Share(order[position] for position in positions)
+                if not share:
+                    share.append(order[0])
+                share.seed = derive_seed("load", self.seed, self.epoch, step, micro, self.rank)
+                yield share
+
+    def _epoch_order(self) -> Sequence[int]:
+        """The epoch's indices; a user's sampler may draw from the global generator, so seed that equally."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed("order", self.seed, self.epoch))
+            return list(self.order)
+
+
+class EvalBatches(list[list[int]]):
+    """Batch sampler of one rank's part of an evaluation set: the same batches in every pass."""
+
+
+class SeededDataset(Dataset[Any]):
+    """A data set whose random augmentation is a function of the share that is loaded, in any worker."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, share: list[int]) -> list[Any]:
+        """The samples of one share; called by the DataLoader, in the rank itself or in a worker."""
+        seed_again(share.seed if isinstance(share, Share) else 0)
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(list(share)))
+        return [self.dataset[index] for index in share]
+
+
+class UsedEntries:
+    """A collator that first drops the entries of dict samples that the model does not take."""
+
+    def __init__(self, collate: Any, names: frozenset[str]) -> None:
+        self.collate, self.names = collate, names
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.collate([self._used(sample) for sample in samples])
+
+    def _used(self, sample: Any) -> Any:
+        if not isinstance(sample, Mapping):
+            return sample
+        return {name: value for name, value in sample.items() if name in self.names}
+
+
+def used_entries(model: nn.Module, label_names: list[str]) -> frozenset[str] | None:
+    """Entries of samples that the forward takes; None if it names none, so that all may be used."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = [each.name for each in parameters if each.kind in named]
+    return frozenset([*names, *label_names, "label", "label_ids"]) if names else None
+
+
+def train_loader(dataset: Any, order: Any, collate: Any, args: TrainingArguments) -> DataLoader[Any]:
+    """The loader of this rank's training micro-batches.
+
+    Raises:
+        ArgumentError: the data set has no length, or holds no full global batch although drop_last is set.
+    """
+    plan = EpochPlan(
+        num_samples=len(order),
+        per_rank=args.per_device_train_batch_size,
+        world_size=args.world_size,
+        accumulation=args.gradient_accumulation_steps,
+        drop_last=args.dataloader_drop_last,
+    )
+    if plan.steps == 0:
+        raise ArgumentError(
+            f"there is nothing to train on: {plan.num_samples} samples, a global batch of {plan.global_size}"
+            + (", and dataloader_drop_last=True" if plan.drop_last else "")
+        )
+    batches = StepBatches(order, plan, args.process_index, args.seed)
+    return DataLoader(SeededDataset(dataset), batch_sampler=batches, collate_fn=collate, **_loading(args))
+
+
+def eval_loader(dataset: Any, order: Any, collate: Any, args: TrainingArguments) -> DataLoader[Any]:
+    """The loader of this rank's contiguous part of an evaluation set; may be empty."""
+    positions = even_part(len(order), args.world_size, args.process_index)
+    indices, size = list(order)[positions.start : positions.stop], args.per_device_eval_batch_size
+    batches = EvalBatches(indices[start : start + size] for start in range(0, len(indices), size))
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(args))
+
+
+def check_map_style(dataset: Any, what: str) -> None:
+    """Refuse data that cannot be dealt out by index.
+
+    Raises:
+        ArgumentError: `dataset` is missing, iterable, or has no length.
+    """
+    if dataset is None:
+        raise ArgumentError(f"the Trainer was made without {what}; pass {what}=... to it")
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise ArgumentError(
+            f"{what} is a {type(dataset).__name__}, which is not supported yet: samples are dealt out by "
+            f"index, so it needs __len__ and __getitem__"
+        )
+
+
+def redeal(loader: DataLoader[Any], args: TrainingArguments) -> DataLoader[Any]:
+    """A loader that deals out what `loader` would give one process; `loader` itself if it does already.
+
+    This is how a loader made by hand (an overridden get_train_dataloader) gets the
+    guarantees of this file: its sampler gives the order, its collator the batches.
+
+    Raises:
+        ArgumentError: it has no sampler of known length, or a batch sampler of its own.
+    """
+    if isinstance(loader.batch_sampler, StepBatches):
+        return loader
+    _check_own_loader(loader, "get_train_dataloader()")
+    return train_loader(loader.dataset, loader.sampler, loader.collate_fn, args)
+
+
+def redeal_for_evaluation(loader: DataLoader[Any], args: TrainingArguments) -> DataLoader[Any]:
+    """The same for a loader of evaluation data."""
+    if isinstance(loader.batch_sampler, EvalBatches):
+        return loader
+    _check_own_loader(loader, "the evaluation data loader")
+    return eval_loader(loader.dataset, loader.sampler, loader.collate_fn, args)
+
+
+def _check_own_loader(loader: DataLoader[Any], what: str) -> None:
+    check_map_style(loader.dataset, f"the dataset of {what}")
+    if type(loader.batch_sampler) is not BatchSampler or not hasattr(loader.sampler, "__len__"):
+        raise ArgumentError(
+            f"{what} has a batch sampler of its own; give the loader batch_size and sampler instead, "
+            f"and paceline deals the samples out to the ranks"
+        )
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move all tensors in nested dicts, lists and tuples (and whatever has .to) to `device`."""
+    if hasattr(value, "to"):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)({name: to_device(each, device) for name, each in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(each, device) for each in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(each, device) for each in value)
+    return value
+
+
+def default_collate(samples: list[Any]) -> Any:
+    """Stack samples to a batch: dicts by name, tuples by place.
+
+    "label" and "label_ids" become "labels", lists of numbers become tensors, and text is
+    left out, as Hugging Face's default collator does.
+    """
+    if not isinstance(samples[0], Mapping):
+        return torch.utils.data.default_collate(samples)
+    renamed = {"label": "labels", "label_ids": "labels"}
+    return {
+        renamed.get(name, name): _stack([sample[name] for sample in samples])
+        for name, value in samples[0].items()
+        if value is not None and not isinstance(value, str)
+    }
+
+
+def _stack(values: list[Any]) -> Any:
+    """Tensors, arrays, numbers or lists of numbers as one tensor."""
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    if hasattr(values[0], "__array__"):
+        return torch.stack([torch.as_tensor(value) for value in values])
+    return torch.tensor(values)
+
+
+def _loading(args: TrainingArguments) -> dict[str, Any]:
+    """What the arguments say about worker processes, in DataLoader's words."""
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and args.device.type != "cpu",
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+    }

@@ -1,0 +1,178 @@
+"""The training loop, and where each callback fires.
+
+    on_train_begin
+    [evaluate]                                      eval_on_start
+    for each epoch:
+        on_epoch_begin
+        for each step of the epoch:
+            on_step_begin
+            for each micro-batch:                   step.py
+                forward, backward
+                on_substep_end                      but not after the last
+            on_pre_optimizer_step                   gradients averaged and clipped
+            optimizer step
+            on_optimizer_step
+            on_step_end
+            [log: on_log] [evaluate: on_evaluate] [save: on_save]
+        on_epoch_end
+        [log: on_log] [evaluate: on_evaluate] [save: on_save]
+    on_log                                          the run's totals
+    on_train_end
+
+Whatever a callback decides on one rank is agreed on by all before anything is done
+about it (`TrainerControl.agree`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from paceline.train import checkpoints
+from paceline.train.randomness import derive_seed, seed_again
+from paceline.train.run import Run, prepare
+from paceline.train.step import MicroBatch, StepOutcome, run_step
+
+if TYPE_CHECKING:
+    from paceline.train.trainer import Trainer
+
+
+class TrainOutput(NamedTuple):
+    """What `Trainer.train` returns, the same on every rank: steps done, their mean loss, speed."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | None) -> TrainOutput:
+    """Train to the end; the head of this file is its outline."""
+    run = prepare(trainer, resume, ignore_keys)
+    started = time.perf_counter()
+    trainer.fire("on_train_begin")
+    if trainer.args.eval_on_start:
+        _evaluate(run)
+    _agree(trainer)
+    while not _is_over(run):
+        _run_epoch(run)
+    return _finish(run, time.perf_counter() - started)
+
+
+def _is_over(run: Run) -> bool:
+    """A callback ended it, its steps are done, or its epochs are (callbacks may cut them short)."""
+    trainer = run.trainer
+    if trainer.control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps:
+        return True
+    return trainer.args.max_steps <= 0 and run.epoch >= trainer.state.num_train_epochs
+
+
+def _run_epoch(run: Run) -> None:
+    """The rest of the epoch that the run stands in."""
+    trainer = run.trainer
+    trainer.control.should_epoch_stop = False
+    run.batches.start_at(run.epoch, run.step)
+    trainer.fire("on_epoch_begin")
+    loaded = iter(run.loader)
+    while run.step < run.plan.steps:
+        _run_one_step(run, loaded)
+        if trainer.control.should_epoch_stop or _is_over(run):
+            break
+    if run.step == run.plan.steps or trainer.control.should_epoch_stop:
+        run.epoch, run.step = run.epoch + 1, 0
+    trainer.fire("on_epoch_end")
+    _log_evaluate_save(run)
+
+
+def _run_one_step(run: Run, loaded: Iterator[Any]) -> None:
+    trainer, state, control = run.trainer, run.trainer.state, run.trainer.control
+    control.should_log = control.should_evaluate = control.should_save = False
+    micro_batches, samples = _fetch(run, loaded), run.plan.step_size(run.step)
+    seed_again(derive_seed("step", trainer.args.seed, state.global_step, trainer.args.process_index))
+    trainer.fire("on_step_begin")
+    outcome = run_step(trainer, micro_batches, samples)
+    run.meter.add(outcome.loss)
+    run.step += 1
+    run.samples += samples
+    state.global_step += 1
+    state.epoch = run.epoch + run.step / run.plan.steps
+    _empty_cache_if_due(trainer)
+    trainer.fire("on_step_end")
+    _log_evaluate_save(run, outcome)
+
+
+def _fetch(run: Run, loaded: Iterator[Any]) -> list[MicroBatch]:
+    """This rank's micro-batches of the next step."""
+    micro_batches = range(run.plan.micro_batches(run.step))
+    shares = [run.plan.share(run.step, micro, run.batches.rank) for micro in micro_batches]
+    return [MicroBatch(next(loaded), len(share)) for share in shares]
+
+
+def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
+    """Do what is due; between two of them callbacks run, so the ranks agree anew each time."""
+    trainer = run.trainer
+    _agree(trainer)
+    if trainer.control.should_log and run.meter.steps_since_log:
+        _log(run, outcome)
+        _agree(trainer)
+    if trainer.control.should_evaluate:
+        _evaluate(run)
+        _agree(trainer)
+    if trainer.control.should_save:
+        checkpoints.save(trainer, run.progress())
+        trainer.control.should_save = False
+        trainer.fire("on_save")
+        _agree(trainer)
+
+
+def _agree(trainer: Trainer) -> None:
+    trainer.control.agree(trainer.collectives, trainer.args.device)
+
+
+def _log(run: Run, outcome: StepOutcome | None) -> None:
+    logs: dict[str, float] = {"loss": run.meter.drain()}
+    if outcome is not None and outcome.grad_norm is not None:
+        logs["grad_norm"] = float(outcome.grad_norm)
+    logs["learning_rate"] = outcome.learning_rate if outcome else run.trainer.learning_rate
+    run.trainer.control.should_log = False
+    run.trainer.log(logs)
+
+
+def _evaluate(run: Run) -> None:
+    trainer = run.trainer
+    trainer.control.should_evaluate = False
+    metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
+    is_best = checkpoints.note_best(trainer, metrics)
+    if trainer.args.save_strategy == "best":
+        trainer.control.should_save |= is_best
+
+
+def _empty_cache_if_due(trainer: Trainer) -> None:
+    every = trainer.args.torch_empty_cache_steps
+    if every and trainer.state.global_step % every == 0 and trainer.args.device.type != "cpu":
+        torch.accelerator.memory.empty_cache()
+
+
+def _finish(run: Run, seconds: float) -> TrainOutput:
+    trainer, state = run.trainer, run.trainer.state
+    run.meter.drain()
+    loss = run.meter.before_log / max(state.global_step, 1)
+    metrics = {**_speed(run, seconds), "total_flos": state.total_flos, "train_loss": loss}
+    trainer.log(metrics)
+    if trainer.args.load_best_model_at_end:
+        checkpoints.load_best(trainer)
+    trainer.fire("on_train_end")
+    trainer.model_wrapped = trainer.model  # lets go of the wrapper and its hooks
+    return TrainOutput(state.global_step, loss, metrics)
+
+
+def _speed(run: Run, seconds: float) -> dict[str, float]:
+    """Speed of this call: steps that an earlier run had done do not count."""
+    steps = run.trainer.state.global_step - run.first_step
+    return {
+        "train_runtime": round(seconds, 4),
+        "train_samples_per_second": round(run.samples / seconds, 3),
+        "train_steps_per_second": round(steps / seconds, 3),
+    }

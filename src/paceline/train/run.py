@@ -1,0 +1,201 @@
+"""One call of `Trainer.train`: what it consists of, and everything before its first step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+from paceline.train import checkpoints, setup
+from paceline.train.collectives import Collectives
+from paceline.train.data import EpochPlan, StepBatches, redeal
+from paceline.train.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from paceline.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class LossMeter:
+    """Sums of the steps' losses: since the last log, and of the whole run.
+
+    Args:
+        collectives: to average over ranks with.
+        device: where the running sum is kept, so that no step waits for the device.
+        skip_bad: count a NaN or infinite loss as the mean of the others since the last log.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device, skip_bad: bool) -> None:
+        self.collectives, self.skip_bad = collectives, skip_bad
+        self.since_log = torch.zeros((), device=device)
+        self.steps_since_log = 0
+        self.before_log = 0.0
+
+    def add(self, loss: Tensor) -> None:
+        """Count one step's loss of this rank."""
+        if self.skip_bad:
+            loss = torch.where(torch.isfinite(loss), loss, self.since_log / (1 + self.steps_since_log))
+        self.since_log += loss
+        self.steps_since_log += 1
+
+    def mean_over_ranks(self) -> float:
+        """The sum since the last log, averaged over ranks, on every rank."""
+        total = self.collectives.sum(self.since_log.clone(), "averaging the logged loss")
+        return float(total.item() / dist.get_world_size())
+
+    def drain(self) -> float:
+        """The mean loss of the steps since the last log, on every rank; starts the next stretch."""
+        total, steps = self.mean_over_ranks(), self.steps_since_log
+        self.before_log += total
+        self.since_log.zero_()
+        self.steps_since_log = 0
+        return total / max(steps, 1)
+
+
+@dataclass
+class Run:
+    """One call of `Trainer.train`.
+
+    Attributes:
+        trainer: whose run it is.
+        loader: of this rank's micro-batches.
+        batches: the loader's batch sampler, which knows the plan.
+        meter: of losses.
+        ignore_keys: entries of the outputs that evaluations leave out.
+        first_step: global_step at which this call began.
+        epoch, step: the place in the data: the next step to take is step `step` of epoch `epoch`.
+        samples: samples that this call has trained on, over all ranks.
+    """
+
+    trainer: Trainer
+    loader: DataLoader[Any]
+    batches: StepBatches
+    meter: LossMeter
+    ignore_keys: list[str] | None
+    first_step: int = 0
+    epoch: int = 0
+    step: int = 0
+    samples: int = 0
+
+    @property
+    def plan(self) -> EpochPlan:
+        """How an epoch is dealt out."""
+        return self.batches.plan
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint must hold beyond the state for losses and place in the data to go on."""
+        cut_short = self.step > 0 and self.trainer.control.should_epoch_stop
+        epoch, step = (self.epoch + 1, 0) if cut_short else (self.epoch, self.step)
+        return {
+            "global_batch": self.plan.global_size,
+            "epoch_samples": self.plan.num_samples,
+            "epoch": epoch,
+            "step": step,
+            "loss_before_log": self.meter.before_log,
+            "loss_since_log": self.meter.mean_over_ranks(),
+            "steps_since_log": self.meter.steps_since_log,
+        }
+
+
+def prepare(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | None) -> Run:
+    """Find what to resume from, load it, wrap the model, make optimizer, schedule and state.
+
+    The weights are read before the model is wrapped, because wrapping makes all ranks
+    equal to rank 0; the optimizer's state after the optimizer is made for the model.
+    """
+    found = checkpoints.find(trainer, resume)
+    if found is not None:
+        checkpoints.load_weights(trainer, found)
+    run = _with_data(trainer, ignore_keys)
+    max_steps = _max_steps(run)
+    trainer.model_wrapped = trainer.wrap_model()
+    _make_optimizer_and_schedule(trainer, max_steps)
+    _start_state(run, max_steps)
+    if found is not None:
+        _resume(run, found)
+    run.first_step = trainer.state.global_step
+    return run
+
+
+def _with_data(trainer: Trainer, ignore_keys: list[str] | None) -> Run:
+    loader = redeal(trainer.get_train_dataloader(), trainer.args)
+    batches = loader.batch_sampler
+    assert isinstance(batches, StepBatches)
+    skip_bad = trainer.args.logging_nan_inf_filter
+    meter = LossMeter(trainer.collectives, trainer.args.device, skip_bad)
+    return Run(trainer, loader, batches, meter, ignore_keys)
+
+
+def _max_steps(run: Run) -> int:
+    """Steps of the whole run."""
+    args = run.trainer.args
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * run.plan.steps)
+
+
+def _make_optimizer_and_schedule(trainer: Trainer, max_steps: int) -> None:
+    """A new run gets new ones, unless the user gave them."""
+    if not trainer.optimizers_given[0]:
+        trainer.optimizer = None
+    if not trainer.optimizers_given[1]:
+        trainer.lr_scheduler = None
+    trainer.create_optimizer_and_scheduler(max_steps)
+
+
+def _start_state(run: Run, max_steps: int) -> None:
+    trainer, handler = run.trainer, run.trainer.callback_handler
+    trainer.state, trainer.control = setup.fresh_state(trainer.args), TrainerControl()
+    trainer.state.compute_steps(trainer.args, max_steps)
+    trainer.state.max_steps = max_steps
+    trainer.state.num_train_epochs = math.ceil(max_steps / run.plan.steps)
+    handler.model, handler.train_dataloader = trainer.model, run.loader
+    handler.optimizer, handler.lr_scheduler = trainer.optimizer, trainer.lr_scheduler
+
+
+def _resume(run: Run, folder: Path) -> None:
+    saved, progress = checkpoints.load_progress(run.trainer, folder)
+    _adopt(run.trainer.state, saved)
+    if not progress:  # another tool wrote the checkpoint
+        run.epoch, run.step = divmod(saved.global_step, run.plan.steps)
+        return
+    _check_same_steps(run, progress, folder)
+    run.epoch, run.step = progress["epoch"], progress["step"]
+    run.meter.before_log = progress["loss_before_log"]
+    run.meter.since_log.fill_(progress["loss_since_log"])
+    run.meter.steps_since_log = progress["steps_since_log"]
+
+
+def _check_same_steps(run: Run, progress: dict[str, Any], folder: Path) -> None:
+    """A step must be the same samples as before, or the place in the data means nothing."""
+    plan = run.plan
+    if progress["global_batch"] != plan.global_size:
+        raise CheckpointError(
+            f"{folder} was made with a global batch of {progress['global_batch']} samples, but now it is "
+            f"{plan.global_size} = per_device_train_batch_size {plan.per_rank} x {plan.world_size} ranks x "
+            f"gradient_accumulation_steps {plan.accumulation}; choose them so that the product stays the same"
+        )
+    if progress["epoch_samples"] != plan.num_samples:
+        raise CheckpointError(
+            f"{folder} was made with a training set of {progress['epoch_samples']} samples, but now it has "
+            f"{plan.num_samples}; give the same data, or start a new run from the checkpoint's weights"
+        )
+
+
+def _adopt(state: TrainerState, saved: TrainerState) -> None:
+    """Go on from a saved state; what belongs to this run and rank stays as it is."""
+    for name in ("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"):
+        setattr(state, name, getattr(saved, name))
+    if saved.best_model_checkpoint is not None and not Path(saved.best_model_checkpoint).is_dir():
+        logger.warning("the best checkpoint, %s, is not there any more", saved.best_model_checkpoint)
+        return
+    for name in ("best_metric", "best_global_step", "best_model_checkpoint"):
+        setattr(state, name, getattr(saved, name))

@@ -1,0 +1,446 @@
+"""Trainer: Hugging Face's class, its constructor, methods and override points, as a facade.
+
+Each method is one or two calls away from the function that does the work:
+
+    train                loop.train -> step.run_step -> training_step -> compute_loss
+    evaluate, predict    evaluation.evaluate -> prediction_step -> compute_loss
+    get_*_dataloader     data.train_loader, data.eval_loader
+    create_*             optimizers.py, schedule.py
+    save_model           checkpoint/model_files.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Sampler
+
+from paceline.checkpoint.atomic import whole_files
+from paceline.checkpoint.model_files import save_model
+from paceline.engine.ddp import DistributedDataParallel
+from paceline.errors import ArgumentError
+from paceline.train import data, evaluation, loop, losses, optimizers, reports, schedule, setup
+from paceline.train.arguments import TrainingArguments
+from paceline.train.callbacks import CallbackHandler, default_callbacks
+from paceline.train.collectives import Collectives
+from paceline.train.evaluation import EvalLoopOutput, PredictionOutput
+from paceline.train.loop import TrainOutput
+from paceline.train.randomness import seed_all
+from paceline.train.state import TrainerControl
+
+logger = logging.getLogger(__name__)
+
+ARGUMENTS_NAME = "training_args.bin"
+
+
+class Trainer:
+    """Trains and evaluates a model on all ranks.
+
+    The result depends on the global batch (per_device_train_batch_size x ranks x
+    gradient_accumulation_steps), not on how it is divided: the loss of a step is the mean
+    over its items on all ranks. Exceptions are layers that mix samples, such as
+    BatchNorm, which sees one rank's micro-batch at a time, and random numbers in
+    the forward (dropout), which differ by rank.
+
+    Args:
+        model: any module whose forward takes a batch's entries by name and returns a loss: in a
+            dict or ModelOutput under "loss", first in a tuple, or alone. Or give `model_init`.
+        args: the settings; default: ``TrainingArguments("tmp_trainer")``.
+        data_collator: makes a batch of a list of samples; default: stacks them, or pads them if
+            `processing_class` is a tokenizer.
+        train_dataset: needs ``__len__`` and ``__getitem__``.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: tokenizer or processor; saved along with the model.
+        model_init: makes the model anew at each call of `train`, after seeding.
+        compute_loss_func: called as ``f(outputs, labels, num_items_in_batch=n)`` in place of the
+            model's own loss, n being the items of the step on all ranks; it then returns a sum over
+            its items divided by n. If it does not take n, it returns a mean over its items.
+        compute_metrics: called on rank 0 with an EvalPrediction over the whole data set; returns a
+            dict, which every rank gets.
+        callbacks: more of them; see callbacks.py.
+        optimizers: an optimizer and a schedule to use instead of those `args` ask for.
+        optimizer_cls_and_kwargs: an optimizer's class and settings, instead of ``args.optim``.
+        preprocess_logits_for_metrics: called with (logits, labels) of each evaluation batch before
+            they are kept.
+
+    Attributes:
+        model: not wrapped.
+        model_wrapped: wrapped in DistributedDataParallel while training.
+        state, control: where the run stands, what happens next.
+        model_accepts_loss_kwargs: whether the model's forward takes num_items_in_batch; set it to
+            False in a subclass whose compute_loss returns a mean.
+        loss_weight: what the current micro-batch's loss is multiplied by before backward.
+
+    Raises:
+        ArgumentError: neither or both of model and model_init are given, or args is of another class.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[[Any], dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        self.args = setup.checked_arguments(args)
+        setup.set_log_level(self.args)
+        seed_all(self.args.seed)
+        self.model_init = model_init
+        self._take_model(setup.model_of(model, model_init))
+        self.processing_class = processing_class
+        self.data_collator = data_collator or setup.default_collator(processing_class)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.optimizer: Any = optimizers[0]
+        self.lr_scheduler: Any = optimizers[1]
+        self.optimizers_given = tuple(each is not None for each in optimizers)
+        self.loss_weight: float | Tensor = 1.0
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        self.is_in_train = False
+        self.collectives = Collectives(lambda: f"step {self.state.global_step}")
+        self.state, self.control = setup.fresh_state(self.args), TrainerControl()
+        self.callback_handler = CallbackHandler(
+            [*default_callbacks(self.args), *(callbacks or [])], self.model, processing_class
+        )
+        self.fire("on_init_end")
+
+    # Training
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train to the end.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, or True for the newest complete one in output_dir.
+            trial: must be None; there is no hyper-parameter search.
+            ignore_keys_for_eval: entries of the outputs that evaluations leave out.
+
+        Returns:
+            steps, mean loss and speed, the same on every rank.
+
+        Raises:
+            CheckpointError: there is nothing complete to resume from, or it does not fit.
+            CommunicationError: another rank did not come, or is gone.
+        """
+        if trial is not None:
+            raise ArgumentError("trial is not supported: paceline has no hyper-parameter search")
+        if self.model_init is not None:
+            seed_all(self.args.seed)
+            self._take_model(self.model_init())
+        self.is_in_train = True
+        try:
+            return loop.train(self, resume_from_checkpoint, ignore_keys_for_eval)
+        finally:
+            self.is_in_train = False
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: int | Tensor | None = None
+    ) -> Tensor:
+        """Forward and backward of one micro-batch.
+
+        Returns:
+            the weighted loss, detached; over a step's micro-batches it adds up to what, averaged
+            over ranks, is the step's mean loss.
+        """
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        extra: dict[str, Any] = {}
+        if num_items_in_batch is not None:
+            extra["num_items_in_batch"] = num_items_in_batch
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, **extra)
+        weighted = loss * torch.as_tensor(self.loss_weight, dtype=loss.dtype, device=loss.device)
+        weighted.backward()
+        return weighted.detach()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> Any:
+        """The loss of one batch, a scalar; with return_outputs also the model's outputs.
+
+        Override it for a loss of your own: return the mean over the batch's items. Or, if
+        model_accepts_loss_kwargs is True, the sum divided by num_items_in_batch, the items of the
+        step on all ranks.
+        """
+        extra = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        to_model = self.model_accepts_loss_kwargs
+        loss, outputs = losses.loss_and_outputs(model, inputs, self.compute_loss_func, extra, to_model)
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """What the forward runs in: autocast to bfloat16 if ``args.bf16``."""
+        if self.args.bf16:
+            return torch.autocast(self.args.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The batch on this rank's device."""
+        return data.to_device(inputs, self.args.device)
+
+    @property
+    def loss_takes_total(self) -> bool:
+        """Whether losses are divided by the items of the whole step, instead of being means of their own."""
+        if self.compute_loss_func is not None:
+            return losses.names_num_items(self.compute_loss_func)
+        return self.model_accepts_loss_kwargs
+
+    # Data
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The loader of this rank's micro-batches.
+
+        An override may return any loader with a sampler; its samples are dealt out to the ranks.
+        """
+        data.check_map_style(self.train_dataset, "train_dataset")
+        order = self._get_train_sampler(self.train_dataset)
+        return data.train_loader(self.train_dataset, order, self._collator(), self.args)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """The loader of this rank's part of `eval_dataset` (a name, if several were given)."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        data.check_map_style(dataset, "eval_dataset")
+        return data.eval_loader(dataset, self._get_eval_sampler(dataset), self._collator(), self.args)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """The loader of this rank's part of `test_dataset`."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        """The order of all samples of an epoch, the same on every rank."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return data.EpochOrder(len(dataset), seed, shuffle=self.args.train_sampling_strategy == "random")
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int]:
+        """The order of evaluation samples."""
+        return data.EpochOrder(len(eval_dataset), shuffle=False)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Samples of the loader's data set, over all ranks."""
+        return len(dataloader.dataset)  # type: ignore[arg-type]
+
+    def _collator(self) -> Any:
+        names = data.used_entries(self.model, self.label_names) if self.args.remove_unused_columns else None
+        return data.UsedEntries(self.data_collator, names) if names else self.data_collator
+
+    # Optimizer and schedule
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make what was not given to the constructor."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps, self.optimizer)
+
+    def create_optimizer(self) -> Optimizer:
+        """Make the optimizer, unless there is one."""
+        if self.optimizer is None:
+            wanted = self.optimizer_cls_and_kwargs
+            chosen, settings = wanted or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            settings = {"lr": self.args.learning_rate, **settings}
+            decayed = self.get_decay_parameter_names(self.model)
+            self.optimizer = optimizers.make_optimizer(self.model, decayed, self.args, chosen, settings)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """Make the schedule over so many optimizer steps, unless there is one."""
+        if self.lr_scheduler is None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            self.lr_scheduler = schedule.make_schedule(
+                self.args.lr_scheduler_type,
+                optimizer or self.optimizer,
+                warmup,
+                num_training_steps,
+                self.args.lr_scheduler_kwargs,
+            )
+        return self.lr_scheduler
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type[Optimizer], dict[str, Any]]:
+        """The class and settings that ``args.optim`` stands for."""
+        return optimizers.optimizer_class(args)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that weight decay applies to."""
+        return optimizers.decayed_names(model)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group, for the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    # Evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate; each sample counts once, whatever the number of ranks.
+
+        Args:
+            eval_dataset: instead of the constructor's; a dict of several gives ``eval_<name>_...``.
+            ignore_keys: entries of the outputs to leave out.
+            metric_key_prefix: of the metrics' names.
+
+        Returns:
+            the metrics, the same on every rank.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            return {
+                key: value
+                for name, each in dataset.items()
+                for key, value in self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}").items()
+            }
+        loss_only = self.args.prediction_loss_only or self.compute_metrics is None
+        output = self.evaluation_loop(
+            self.get_eval_dataloader(dataset), "Evaluation", loss_only, ignore_keys, metric_key_prefix
+        )
+        self.log(output.metrics)
+        self.fire("on_evaluate", metrics=output.metrics)
+        return output.metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predict; returns predictions and labels of the whole data set in its order, on every rank."""
+        loader = data.redeal_for_evaluation(self.get_test_dataloader(test_dataset), self.args)
+        output = evaluation.evaluate(self, loader, False, ignore_keys, metric_key_prefix, everywhere=True)
+        self.fire("on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader; predictions come back on rank 0 alone."""
+        loader = data.redeal_for_evaluation(dataloader, self.args)
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        logger.info("%s: %d samples", description, self.num_examples(loader))
+        return evaluation.evaluate(self, loader, loss_only, ignore_keys, metric_key_prefix, everywhere=False)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Loss, predictions and labels of one batch; each may be None."""
+        return evaluation.predict_batch(self, model, inputs, prediction_loss_only, ignore_keys)
+
+    # Logs, files, callbacks
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the epoch to `logs`, put them into the history, and tell the callbacks."""
+        logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.fire("on_log", logs=logs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, on the ranks that save; each file appears whole."""
+        if not self.args.should_save:
+            return
+        folder = output_dir or str(self.args.output_dir)
+        if _internal_call:
+            self._save(folder)
+            return
+        with whole_files(folder) as aside:
+            self._save(str(aside))
+
+    def _save(self, output_dir: str) -> None:
+        """Write model, tokenizer and arguments into a folder that nobody reads yet."""
+        save_model(self.model, Path(output_dir))
+        if hasattr(self.processing_class, "save_pretrained"):
+            self.processing_class.save_pretrained(output_dir)
+        torch.save(self.args, Path(output_dir, ARGUMENTS_NAME))
+
+    def save_state(self) -> None:
+        """Write trainer_state.json to output_dir, on rank 0."""
+        if self.is_world_process_zero():
+            Path(str(self.args.output_dir)).mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(Path(str(self.args.output_dir), "trainer_state.json"))
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print metrics in columns, on rank 0."""
+        if self.is_world_process_zero():
+            print(reports.as_table(split, metrics), flush=True)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write ``<split>_results.json`` and all_results.json to output_dir, on rank 0."""
+        if self.is_world_process_zero():
+            reports.save_metrics(Path(str(self.args.output_dir)), split, metrics, combined)
+
+    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, str]:
+        """Metrics as text."""
+        return reports.formatted(metrics)
+
+    def fire(self, event: str, **kwargs: Any) -> None:
+        """Call `event` of every callback."""
+        self.control = self.callback_handler.call(event, self.args, self.state, self.control, **kwargs)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, or an instance of a callback class."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take out a callback, or the first of a class, and return it."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take out a callback, or the first of a class."""
+        self.callback_handler.pop_callback(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.args.process_index == 0
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.args.local_process_index == 0
+
+    # The model
+
+    def wrap_model(self) -> nn.Module:
+        """The model in DistributedDataParallel, with what the ddp_* arguments say."""
+        return DistributedDataParallel(self.model, **setup.ddp_settings(self.args))
+
+    def _take_model(self, model: nn.Module) -> None:
+        """Move a model to the device, set it up, and look at what it takes."""
+        self.model = self.model_wrapped = model.to(self.args.device)
+        if self.args.gradient_checkpointing:
+            setup.enable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs)
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = self.args.use_cache
+        self.model_accepts_loss_kwargs = losses.takes_num_items(model)
+        self.model_shifts_labels = losses.shifts_labels(model)
+        self.label_names = self.args.label_names or losses.label_names_of(model)

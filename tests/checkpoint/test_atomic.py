@@ -1,0 +1,110 @@
+"""Files and folders appear whole or not at all, whatever interrupts the writing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.checkpoint import save
+from paceline.checkpoint.atomic import remove_leftovers, whole_file, whole_files, whole_folder
+
+WRITER = """
+import sys, torch
+from paceline.checkpoint import save
+for step in range(1, 100000):
+    save({"step": step, "w": torch.full((1 << 20,), float(step))}, sys.argv[1])
+    print(step, flush=True)
+"""
+
+
+def test_saves_what_torch_loads(tmp_path: Path) -> None:
+    save({"a": torch.arange(3)}, tmp_path / "x.pt")
+    assert torch.equal(torch.load(tmp_path / "x.pt")["a"], torch.arange(3))
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_has_the_mode_of_other_files(tmp_path: Path) -> None:
+    save(1, tmp_path / "ours.pt")
+    torch.save(1, tmp_path / "theirs.pt")
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("ours.pt", "theirs.pt")}
+    assert len(modes) == 1
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    save("old", tmp_path / "x.pt")
+    with pytest.raises(Exception, match="pickle"):
+        save(lambda: None, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt") == "old"
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_an_open_file_is_refused(tmp_path: Path) -> None:
+    with open(tmp_path / "x", "wb") as file, pytest.raises(ValueError, match="file name"):
+        save(1, file)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_while_saving_the_file_is_old_or_new(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "x.pt"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    source = Path(__file__).parents[2] / "src"
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(source)}
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            process.stdout.readline()
+        time.sleep(random.Random(seed).uniform(0, 0.02))
+        process.send_signal(signal.SIGKILL)
+    state = torch.load(path)
+    assert state["step"] >= 3
+    assert (state["w"] == state["step"]).all()
+
+
+def test_a_folder_takes_its_name_at_the_end(tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "checkpoint-1") as aside:
+        (aside / "file").write_text("new")
+        assert not (tmp_path / "checkpoint-1").exists()
+    assert (tmp_path / "checkpoint-1" / "file").read_text() == "new"
+    with whole_folder(tmp_path / "checkpoint-1") as aside:
+        (aside / "other").write_text("newer")
+    assert os.listdir(tmp_path / "checkpoint-1") == ["other"]
+    with pytest.raises(KeyError), whole_folder(tmp_path / "checkpoint-2"):
+        raise KeyError
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_files_join_those_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "b").write_text("old")
+    with whole_files(tmp_path) as aside:
+        (aside / "b").write_text("new")
+        (aside / "sub").mkdir()
+        (aside / "sub" / "c").write_text("new")
+        assert (tmp_path / "b").read_text() == "old"
+    assert (tmp_path / "a").read_text() == "old"
+    assert (tmp_path / "b").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "sub"]
+
+
+def test_leftovers_of_killed_writers_go(tmp_path: Path) -> None:
+    (tmp_path / ".aside-checkpoint-3-abc").mkdir()
+    (tmp_path / ".aside-mine-abc").mkdir()
+    remove_leftovers(tmp_path, "checkpoint-")
+    assert os.listdir(tmp_path) == [".aside-mine-abc"]
+
+
+def test_a_file_is_not_there_before_its_block_ends(tmp_path: Path) -> None:
+    with whole_file(tmp_path / "x") as file:
+        file.write(b"content")
+        assert not (tmp_path / "x").exists()
+    assert (tmp_path / "x").read_bytes() == b"content"

@@ -1,0 +1,83 @@
+"""Which backend serves, and how a group comes up."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.comm.select import (
+    available_backends,
+    choose_backend,
+    choose_device,
+    default_store,
+    initialize_process_group,
+)
+from paceline.errors import ArgumentError, BackendUnavailableError
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_gloo_is_the_usual_one_on_the_cpu() -> None:
+    choice = choose_backend(None, CPU)
+    assert choice.name == "gloo"
+    assert choice.reason == "gloo serves, because it is the usual one for cpu"
+    assert available_backends(CPU)[0] == "gloo"
+
+
+@pytest.mark.parametrize("name", ["nccl", "mpi", "hccl", "cncl", "xccl", "carrier pigeon"])
+def test_what_cannot_serve_names_what_can(name: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"'{name}' cannot serve .*available: gloo"):
+        choose_backend(name, CPU)
+
+
+def test_an_accelerators_backend_is_joined_with_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert choose_backend(None, torch.device("cuda", 0)).name == "cpu:gloo,cuda:nccl"
+    assert choose_backend("gloo", torch.device("cuda", 0)).name == "gloo"
+
+
+def test_the_launchers_cpu_flag_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert choose_device() == CPU
+    assert choose_device(use_cpu=True) == CPU
+
+
+def test_one_rank_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    initialize_process_group("gloo", device=CPU)
+    value = torch.ones(3)
+    dist.all_reduce(value)
+    assert (dist.get_rank(), dist.get_world_size(), value.sum().item()) == (0, 1, 3.0)
+    assert default_store() is not None
+
+
+def test_a_group_that_is_up_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert "up already" in initialize_process_group(device=CPU).reason
+    initialize_process_group("gloo", device=CPU)
+    assert dist.group.WORLD is group
+    with pytest.raises(ArgumentError, match=r"'nccl', but a process group with .*gloo"):
+        initialize_process_group("nccl", device=CPU)
+
+
+def wait_for_a_late_rank(rank: int, world_size: int) -> str:
+    initialize_process_group(timeout=timedelta(seconds=1), device=CPU)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(6)
+        return "late"
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        return "bounded"
+    return "waited"
+
+
+def test_the_timeout_bounds_collectives() -> None:
+    assert run_ranks(wait_for_a_late_rank, 2, backend=None) == ["bounded", "late"]
