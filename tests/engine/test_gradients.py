@@ -298,6 +298,23 @@ def test_parameters_changed_after_wrapping_are_averaged_and_equal(change):
         assert_gradients(found, wanted)
 
 
+def change_without_a_backward_between(rank, world, again_through_wrapper):
+    net = Chain()
+    wrapper = DistributedDataParallel(net)
+    wrapper(rank_input(rank))  # no backward follows
+    net.b = nn.Linear(4, 4)
+    net.b.load_state_dict(Chain().b.state_dict())
+    one_backward(wrapper if again_through_wrapper else net, rank)
+    return gradients(net)
+
+
+@pytest.mark.parametrize("again_through_wrapper", [True, False])
+def test_a_module_that_changes_after_a_forward_without_backward(again_through_wrapper):
+    wanted = mean_gradients(WORLD, Chain, one_backward)
+    for found in run_ranks(change_without_a_backward_between, WORLD, again_through_wrapper, timeout=60):
+        assert_gradients(found, wanted)
+
+
 # -- checkpointing ------------------------------------------------------------------------------
 
 

@@ -137,7 +137,8 @@ def state_in_all_spellings(rank, world):
         for spelling in ("", "module.", "_orig_mod.", "module._orig_mod."):
             loaded.load_state_dict({spelling + name: value for name, value in wanted.items()})
             state = loaded.state_dict()
-            outcomes.append(list(state) == list(wanted) and all(map(torch.equal, state.values(), wanted.values())))
+            same_values = all(map(torch.equal, state.values(), wanted.values()))
+            outcomes.append(list(state) == list(wanted) and same_values)
     plain.load_state_dict(wrapper.state_dict())
     holder = nn.ModuleDict({"inner": wrapper})
     keys = list(holder.state_dict())
@@ -250,7 +251,7 @@ def uneven(rank, world, by_initial):
 def test_join_counts_ranks_without_data_as_zero_or_not_at_all(by_initial):
     outcomes = run_ranks(uneven, 3, by_initial, timeout=60)
     after = mean_gradients(3, Chain, one_backward)
-    for rank, (found, later) in enumerate(outcomes):
+    for found, later in outcomes:
         assert_gradients(later, after)
         for step, grads in enumerate(found):
             active = [other for other in range(3) if step < 4 - other]
@@ -361,7 +362,7 @@ def test_buckets_that_no_rank_needs_are_skipped():
 
         wanted = mean_gradients(2, Branches, run)
         for reduced, found in outcomes:
-            assert reduced == [5, 3, 3, 4]  # all in the first pass; then without branches 1 and 2; then with 1
+            assert reduced == [5, 3, 3, 4]  # all at first, then without branches 1 and 2, then with 1
             assert_gradients(found[step], wanted)
 
 
@@ -412,7 +413,8 @@ def groups(rank, world):
         one_backward(wrapper, rank)
         found.append(gradients(net))
     errors = []
-    for options in ({"process_group": subgroup, "device_mesh": mesh}, {"device_mesh": init_device_mesh("cpu", (1, 2))}):
+    square = init_device_mesh("cpu", (1, 2))
+    for options in ({"process_group": subgroup, "device_mesh": mesh}, {"device_mesh": square}):
         try:
             DistributedDataParallel(Chain(), **options)
         except RuntimeError as error:

@@ -22,7 +22,7 @@ def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def at_end_of_backward(finished: Callable[..., None], failed: Callable[..., None], argument: object) -> None:
-    """Call ``finished(argument)`` when the running graph task completes, or ``failed(argument)`` when it fails.
+    """Call ``finished(argument)`` when the running graph task completes, ``failed(argument)`` if it fails.
 
     Must be called from inside a backward. Neither callback keeps its object alive.
 

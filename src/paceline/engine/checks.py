@@ -20,14 +20,14 @@ def warn_of_old_names(check_reduction: bool, broadcast: bool | None, forward_syn
         warnings.warn("check_reduction has no effect any more; leave it out", FutureWarning, stacklevel=3)
     if broadcast is not None and forward_sync is not None:
         warnings.warn(
-            "broadcast_buffers is the old name of forward_sync_buffers; both were given, and its value is ignored",
+            "broadcast_buffers is the old name of forward_sync_buffers; both are given, so it is ignored",
             FutureWarning,
             stacklevel=3,
         )
     elif broadcast is not None:
         warnings.warn(
-            "broadcast_buffers is the old name of forward_sync_buffers. Both decide about forward alone: buffers are "
-            "made equal at construction in any case",
+            "broadcast_buffers is the old name of forward_sync_buffers. Both decide about forward alone: "
+            "buffers are made equal at construction in any case",
             FutureWarning,
             stacklevel=3,
         )
@@ -76,14 +76,14 @@ def only_device_type(module: nn.Module) -> torch.device:
     types = {device.type for device in devices}
     if len(types) > 1:
         raise ArgumentError(
-            f"DistributedDataParallel's input module must be on the same type of devices, but it has parameters "
-            f"or buffers on {sorted(types)}; move it to one with module.to(...)"
+            "DistributedDataParallel's input module must be on the same type of devices, but it has "
+            f"parameters or buffers on {sorted(types)}; move it to one with module.to(...)"
         )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(
-                f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: {name} has no "
-                "shape yet. Run a dummy forward pass to correctly initialize the modules"
+                f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: {name} "
+                "has no shape yet. Run a dummy forward pass to correctly initialize the modules"
             )
     return min(devices, key=str) if devices else torch.device("cpu")
 
@@ -103,8 +103,8 @@ def check_devices(
         if ids or output_device is not None:
             raise ArgumentError(
                 "DistributedDataParallel device_ids and output_device arguments only work with single-device "
-                f"modules on an accelerator, but got device_ids {device_ids}, output_device {output_device}, and "
-                f"module parameters on {sorted(map(str, devices))}; leave them out"
+                f"modules on an accelerator, but got device_ids {device_ids}, output_device {output_device}, "
+                f"and module parameters on {sorted(map(str, devices))}; leave them out"
             )
         return None, None
     if not ids:
@@ -145,8 +145,8 @@ def _first_difference(my_rank: int, mine: list[Any], rank: int, theirs: list[Any
         there = theirs[index] if index < len(theirs) else None
         if here != there:
             return (
-                f"rank {my_rank}: the ranks hold different models. The first difference is parameter {index}: "
-                f"{_describe(here)} on rank {my_rank}, {_describe(there)} on rank {rank} "
+                f"rank {my_rank}: the ranks hold different models. The first difference is parameter "
+                f"{index}: {_describe(here)} on rank {my_rank}, {_describe(there)} on rank {rank} "
                 f"({len(mine)} and {len(theirs)} parameters in all). Build the same module on every rank."
             )
     raise AssertionError("called only when the lists differ")

@@ -115,7 +115,6 @@ class Reducer:
         )
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
-        self._settled = False  # by the forward of this step, so that its backward need not look again
         self._forwards = 0  # training forwards outside no_sync; in the tail, they show a skipped backward
         self._newcomers: list[nn.Parameter] = []  # added to the module since the last forward
         self._lessons = Lessons()
@@ -239,13 +238,14 @@ class Reducer:
         return current
 
     def _settle(self) -> None:
-        """Between passes: finish what an exception left, follow the module, apply a new plan."""
-        if self._settled:
-            return
-        self._settled = True
+        """Between passes: finish what an exception left, follow the module, apply a new plan.
+
+        Looks at the module before every forward and every backward, for it may change in between.
+        Not with low-precision copies, under which parameters look changed while they are not.
+        """
         if self._abandoned is not None:
             self._drain(self._abandoned)
-        if self.layout.changed():
+        if self.options.eager and self.layout.changed():
             self._lessons = Lessons()
             self._newcomers += self.layout.refresh()
         elif self._lessons.replan_due and self._lessons.order is not None:
@@ -364,7 +364,6 @@ class Reducer:
             slot.parameter.grad = None
 
     def _reset(self) -> None:
-        self._settled = False
         for slot in self.layout.slots:
             slot.firings = 0
             slot.has_gradient = False

@@ -177,7 +177,7 @@ class TorchNames:
                 yield (name, parameter) if named_params else parameter
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For torch.distributed.checkpoint: keys of state_dict start below ``module``, which they leave out."""
+        """For torch.distributed.checkpoint: keys of state_dict leave ``module`` out."""
         inner = self.module
         return dict.fromkeys((*inner._modules, *inner._parameters, *inner._buffers), "module")
 

@@ -46,23 +46,24 @@ def words_for_unused(rank: int, world_size: int, number: int, unused: list[Unuse
     elsewhere = [p for p in unused if p.reached_here]
     lines = [
         "Expected to have finished reduction in the prior iteration before starting a new one.",
-        f"Rank {rank}: backward pass {number} left parameters without gradient. The gradients of that pass were "
-        "averaged correctly (a rank without gradient counts as zero), but this wrapper was told that every "
-        "parameter takes part.",
+        f"Rank {rank}: backward pass {number} left parameters without gradient. The gradients of that pass "
+        "were averaged correctly (a rank without gradient counts as zero), but this wrapper was told that "
+        "every parameter takes part.",
         "Write DistributedDataParallel(..., find_unused_parameters=True), which costs nothing here: that is, "
-        "passing the keyword argument `find_unused_parameters=True`. Or, if it is a mistake, make sure that all "
-        "`forward` function outputs participate in calculating loss.",
+        "passing the keyword argument `find_unused_parameters=True`. Or, if it is a mistake, make sure that "
+        "all `forward` function outputs participate in calculating loss.",
     ]
     if elsewhere:
         counted = ", ".join(f"{p.name} (reached on {p.users} of {world_size} ranks)" for p in elsewhere)
         lines.append(f"Parameters that this rank used and other ranks did not: {counted}.")
     if here:
+        indices = " ".join(str(p.index) for p in here)
         modules = sorted({p.name.rpartition(".")[0] or "the wrapped module itself" for p in here})
         lines += [
             f"They sit in: {', '.join(modules)}. There is no need to set the environment variable "
             "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL: these are all the names.",
             f"Parameters which did not receive grad for rank {rank}: {', '.join(p.name for p in here)}",
-            f"Parameter indices which did not receive grad for rank {rank}: {' '.join(str(p.index) for p in here)}",
+            f"Parameter indices which did not receive grad for rank {rank}: {indices}",
         ]
     return "\n".join(lines)
 
@@ -74,29 +75,29 @@ def words_for_changed_graph(
     if not unreached:
         return (
             f"Your training graph has changed in this iteration (rank {rank}, backward pass {number}): "
-            f"{', '.join(others)} took part more or less often than in the pass before. This is not compatible with "
-            "static_graph set to True; write static_graph=False."
+            f"{', '.join(others)} took part more or less often than in the pass before. This is not "
+            "compatible with static_graph set to True; write static_graph=False."
         )
     indices = " ".join(str(index) for index, _ in unreached)
     names = ", ".join(name for _, name in unreached)
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one. This error "
-        "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
-        "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
-        f"True.\nParameter indices which did not receive grad for rank {rank}: {indices}\n"
-        f"Parameters which did not receive grad for rank {rank}, backward pass {number}: {names}"
+        "indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
+        "first iteration, but then got unused in the second iteration. this is not compatible with "
+        f"static_graph set to True.\nParameter indices which did not receive grad for rank {rank}: "
+        f"{indices}\nParameters which did not receive grad for rank {rank}, backward pass {number}: {names}"
     )
 
 
 def words_for_out_of_step(rank: int, number: int, verdict: PassVerdict) -> str:
     """The text of the error for ranks that met at different steps."""
     return (
-        f"rank {rank}, backward pass {number}: the ranks are out of step, so gradients of different steps were "
-        "mixed, and they are dropped on every rank. By rank, backward passes that synchronised: "
+        f"rank {rank}, backward pass {number}: the ranks are out of step, so gradients of different steps "
+        "were mixed, and they are dropped on every rank. By rank, backward passes that synchronised: "
         f"{verdict.pass_numbers}; training forwards outside no_sync: {verdict.forwards}; bucket plans: "
-        f"{verdict.plan_fingerprints}. A rank skipped a backward after its forward (or made one more), or its "
-        "module's parameters were changed unlike the others'. Let every rank run the same forwards and backwards: "
-        "for a batch to skip, call (loss * 0).backward()."
+        f"{verdict.plan_fingerprints}. A rank skipped a backward after its forward (or made one more), or "
+        "its module's parameters were changed unlike the others'. Let every rank run the same forwards and "
+        "backwards: for a batch to skip, call (loss * 0).backward()."
     )
 
 
@@ -104,6 +105,6 @@ def words_for_failed_peer(rank: int, number: int, failed: list[int]) -> str:
     """The text of the error for a backward that raised on other ranks."""
     return (
         f"rank {rank}, backward pass {number}: backward raised an exception on rank "
-        f"{', '.join(map(str, failed))}, so this pass has no average; its gradients are dropped on every rank. "
-        "The exception stands in that rank's output."
+        f"{', '.join(map(str, failed))}, so this pass has no average; its gradients are dropped on every "
+        "rank. The exception stands in that rank's output."
     )

@@ -1,0 +1,115 @@
+"""How the layers of a module exchange batch statistics while the wrapper exchanges gradients.
+
+Note "a group of its own": the wrapper launches a bucket when its gradients are there, and ranks may
+differ in what they use, so nothing fixes the order of buckets and statistics between ranks. Both
+sides issue theirs in a fixed order among themselves; hence statistics travel in a process group that
+nothing else uses. It is made at the first training forward, once for each group of ranks.
+
+Note "exact rows": each rank writes its row into a matrix of zeros, and the sum of the matrices holds
+every row exactly, whatever the order of addition. All ranks then combine the same bits in the same
+way, so that running statistics cannot drift apart.
+
+Note "after an exception": a rank whose backward raised never comes to the collectives of the layers
+that are left, and would meet its peers there with those of its next forward. So the reducer calls
+``StatisticsExchange.abandon`` as soon as it knows: ranks that wait are told, and the next forward makes
+a new group on all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.waiting import Peers
+from paceline.errors import PeerFailedError
+
+
+class StatisticsExchange:
+    """Sums over ranks, in a process group that nothing else uses.
+
+    Args:
+        base: the ranks that take part; all of them must come here together.
+        device: of the tensors that will be exchanged first.
+    """
+
+    _open: ClassVar[dict[int, StatisticsExchange]] = {}
+
+    def __init__(self, base: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(base),
+            timeout=_timeout_of(base, device),
+            backend=dist.get_backend_config(base),
+            use_local_synchronization=True,
+            group_desc="paceline:batch_statistics",
+            sort_ranks=False,
+        )
+        self._peers = _ExchangePeers(self._group)
+
+    @classmethod
+    def over(cls, base: dist.ProcessGroup, device: torch.device) -> StatisticsExchange:
+        """The exchange of these ranks, made at the first call; it goes when ``base`` does."""
+        key = id(base)
+        if key not in cls._open:
+            cls._open[key] = cls(base, device)
+            weakref.finalize(base, cls._open.pop, key, None).atexit = False
+        return cls._open[key]
+
+    @classmethod
+    def abandon(cls) -> None:
+        """Give up every exchange, since this pass failed on some rank; the next forward makes new ones.
+
+        All ranks must do so after the same pass: the one whose backward raised, which so frees those that
+        wait for it, and those that were told.
+        """
+        while cls._open:
+            cls._open.popitem()[1]._peers.tell_abandoned()
+
+    def rows(self, mine: Tensor, what: str) -> Tensor:
+        """Every rank's 1-d tensor, exactly, as the rows of a matrix in rank order."""
+        table = mine.new_zeros(self._peers.world_size, mine.numel())
+        table[self._peers.rank] = mine
+        return self.add_up(table, what)
+
+    def add_up(self, tensor: Tensor, what: str) -> Tensor:
+        """``tensor`` itself, holding the sum over all ranks.
+
+        Raises:
+            CommunicationError: another rank did not come, or is gone.
+        """
+        try:
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._peers.explain(error, what) from error
+        if tensor.device.type == "cpu":
+            self._peers.wait(work, lambda: what)
+        else:
+            work.wait()
+        return tensor
+
+
+class _ExchangePeers(Peers):
+    """Ranks that may also be told, while they wait, that the pass has failed elsewhere."""
+
+    def tell_abandoned(self) -> None:
+        """Have the ranks that wait in this exchange raise; the first rank that tells is named."""
+        self._quietly(lambda: self._store.compare_set("abandoned", "", str(self.rank)))
+
+    def _look_around(self, what: str) -> None:
+        culprit = self._read("abandoned")
+        if culprit is not None:
+            raise PeerFailedError(
+                f"rank {self.rank}: {what} failed, because backward raised an exception on rank {culprit}; "
+                "it stands in that rank's output. This pass has no gradients on any rank."
+            )
+        super()._look_around(what)
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long the group's collectives wait; None where its backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
