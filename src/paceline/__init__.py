@@ -16,6 +16,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DistributedDataParallel": "paceline.engine.ddp",
+    "SyncBatchNorm": "paceline.engine.sync_batchnorm",
+    "verify_replicas": "paceline.engine.verify",
     "Trainer": "paceline.train.trainer",
     "TrainingArguments": "paceline.train.arguments",
     "TrainerCallback": "paceline.train.callbacks",

@@ -29,10 +29,12 @@ PUBLIC = {
     "PeerLostError",
     "RanksOutOfStepError",
     "ReplicaMismatchError",
+    "SyncBatchNorm",
     "Trainer",
     "TrainerCallback",
     "TrainingArguments",
     "UnusedParametersError",
+    "verify_replicas",
 }
 
 

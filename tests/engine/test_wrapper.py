@@ -403,6 +403,32 @@ def test_ignored_parameters_are_left_alone():
     assert torch.equal(grads["1.weight"], other_grads["1.weight"])
 
 
+def replicas_that_drift(rank, world):
+    net = Chain()
+    wrapper = DistributedDataParallel(net, verify_replicas_every=2)
+    messages = []
+    for step in range(6):
+        if step == 3 and rank == 1:
+            net.b.weight.data[0, 0] += 0.25
+        try:
+            one_backward(wrapper, rank, step)
+            messages.append("fine")
+        except RuntimeError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    try:
+        wrapper.verify_replicas()
+    except RuntimeError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_verify_replicas_every_so_many_steps():
+    for messages in run_ranks(replicas_that_drift, 2, timeout=60):
+        assert messages[:4] == ["fine"] * 4  # the drift of step 3 is looked for after pass 4
+        assert messages[4].startswith("ReplicaMismatchError") and "b.weight" in messages[4]
+        assert "0.25" in messages[4] and "b.weight" in messages[-1]
+
+
 def groups(rank, world):
     subgroup = dist.new_group([0, 1])
     mesh = init_device_mesh("cpu", (world,))

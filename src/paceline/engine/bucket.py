@@ -17,6 +17,7 @@ mean(average + late) = average + mean(late).
 from __future__ import annotations
 
 import sys
+from collections.abc import Set
 from typing import Protocol
 
 import torch
@@ -39,7 +40,6 @@ class Slot:
         firings: how often its gradient was accumulated in the current pass.
         expected_firings: how often it was in the last complete pass.
         reached: whether any backward reached it since the last check for unused parameters.
-        has_gradient: whether this rank held a gradient when its bucket was launched.
     """
 
     __slots__ = (
@@ -47,7 +47,6 @@ class Slot:
         "copies_at_once",
         "expected_firings",
         "firings",
-        "has_gradient",
         "index",
         "name",
         "parameter",
@@ -65,7 +64,6 @@ class Slot:
         self.firings = 0
         self.expected_firings = 1
         self.reached = False
-        self.has_gradient = False
 
     def has_hooks_of_others(self) -> bool:
         """Whether the user has hooks on the parameter that want to see its gradient, too."""
@@ -78,6 +76,7 @@ class Bucket(Protocol):
 
     index: int
     slots: list[Slot]
+    missing: list[Slot]  # those without gradient on this rank when the bucket was filled
     pending: int
     launched: bool
 
@@ -102,8 +101,8 @@ class Bucket(Protocol):
     def absorb_late(self) -> None:
         """Add gradients that came after launch to the average, ready to be reduced again."""
 
-    def hand_back(self, slot: Slot) -> None:
-        """Point the parameter's ``.grad`` at the result."""
+    def hand_back(self, nowhere: Set[int]) -> None:
+        """Point ``.grad`` at the result, but for parameters (indices) that no rank has a gradient for."""
 
 
 class DenseBucket:
@@ -120,6 +119,7 @@ class DenseBucket:
     def __init__(self, index: int, slots: list[Slot], tail_numel: int, keep_shared: bool) -> None:
         self.index = index
         self.slots = slots
+        self.missing: list[Slot] = []
         self.pending = len(slots)
         self.launched = False
         self.numel = sum(slot.parameter.numel() for slot in slots)
@@ -167,13 +167,12 @@ class DenseBucket:
         self._allocated()
         fresh: list[Tensor] = []
         places: list[Tensor] = []
-        empty: list[Tensor] = []
+        self.missing = []
         for slot in self.slots:
             parameter, view = slot.parameter, slot.view
             gradient = parameter.grad
-            slot.has_gradient = gradient is not None
             if gradient is None:
-                empty.append(view)  # type: ignore[arg-type]
+                self.missing.append(slot)
                 continue
             if gradient is not view:
                 fresh.append(_dense(gradient))
@@ -181,8 +180,8 @@ class DenseBucket:
             parameter.grad = None
         if fresh:
             torch._foreach_copy_(places, fresh)
-        if empty:
-            torch._foreach_zero_(empty)
+        for slot in self.missing:
+            slot.view.zero_()  # type: ignore[union-attr]
 
     def payload(self) -> Tensor:
         return _wire(self._allocated())
@@ -200,11 +199,12 @@ class DenseBucket:
             late = slot.parameter.grad
             if late is not None:
                 slot.view.add_(_dense(late))  # type: ignore[union-attr]
-                slot.has_gradient = True
                 slot.parameter.grad = None
 
-    def hand_back(self, slot: Slot) -> None:
-        slot.parameter.grad = slot.view
+    def hand_back(self, nowhere: Set[int]) -> None:
+        for slot in self.slots:
+            if slot.index not in nowhere:
+                slot.parameter.grad = slot.view
 
     @torch.no_grad()
     def _copy_in(self, slot: Slot) -> None:
@@ -250,6 +250,7 @@ class SparseBucket:
     def __init__(self, index: int, slot: Slot) -> None:
         self.index = index
         self.slots = [slot]
+        self.missing: list[Slot] = []
         self.pending = 1
         self.launched = False
         self._gradient: Tensor | None = None
@@ -264,7 +265,7 @@ class SparseBucket:
     def fill(self) -> None:
         (slot,) = self.slots
         gradient = slot.parameter.grad
-        slot.has_gradient = gradient is not None
+        self.missing = [slot] if gradient is None else []
         self._gradient = _sparse(gradient, slot.parameter)
         slot.parameter.grad = None
 
@@ -284,11 +285,12 @@ class SparseBucket:
         late = slot.parameter.grad
         if late is not None:
             self._gradient = (self.payload() + _sparse(late, slot.parameter)).coalesce()
-            slot.has_gradient = True
             slot.parameter.grad = None
 
-    def hand_back(self, slot: Slot) -> None:
-        slot.parameter.grad = self.payload()
+    def hand_back(self, nowhere: Set[int]) -> None:
+        (slot,) = self.slots
+        if slot.index not in nowhere:
+            slot.parameter.grad = self.payload()
         self._gradient = None
 
 

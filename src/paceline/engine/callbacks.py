@@ -9,14 +9,20 @@ from typing import Any
 from torch.autograd import Variable
 
 
-def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The bound method as a callback that does nothing once its object is gone."""
-    reference = weakref.WeakMethod(method)
+def call_weakly(method: Callable[..., None], *bound: Any) -> Callable[..., None]:
+    """The bound method as a callback that does nothing once its object is gone.
+
+    Args:
+        method: a bound method.
+        bound: passed to it in place of what the caller passes, if given.
+    """
+    owner = weakref.ref(method.__self__)  # type: ignore[attr-defined]
+    function = method.__func__  # type: ignore[attr-defined]
 
     def call(*arguments: Any) -> None:
-        alive = reference()
+        alive = owner()
         if alive is not None:
-            alive(*arguments)
+            function(alive, *(bound or arguments))
 
     return call
 

@@ -127,6 +127,13 @@ def check_caps(cap_mb: float | None, cap_mb_list: list[float]) -> None:
             raise ArgumentError(f"bucket_cap_mb must be a positive number of MiB, got {value!r}")
 
 
+def check_interval(steps: int) -> int:
+    """The number of steps, if it can be one."""
+    if steps < 0:
+        raise ArgumentError(f"verify_replicas_every must be 0 (never) or a number of steps, got {steps!r}")
+    return steps
+
+
 def verify_same_parameters(module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup) -> None:
     """Raise on every rank, naming the first difference, unless all ranks hold the same parameters."""
     mine = [

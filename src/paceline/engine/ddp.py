@@ -25,6 +25,7 @@ from paceline.engine.checks import (
     check_caps,
     check_delayed,
     check_devices,
+    check_interval,
     choose_group,
     only_device_type,
     require_default_group,
@@ -40,6 +41,7 @@ from paceline.engine.precision import LowPrecision, PrecisionConfig, average_in
 from paceline.engine.reducer import Reducer, ReducerOptions
 from paceline.engine.state_keys import use_plain_keys
 from paceline.engine.torch_names import TorchNames
+from paceline.engine.verify import verify_replicas
 
 
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
@@ -89,6 +91,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         bucket_cap_mb_list: caps of the first buckets in MiB; ``bucket_cap_mb`` holds for the others.
         batched_grad_copy: small gradients are always copied in batches here; either value is right.
         forward_sync_buffers: newer name of ``broadcast_buffers``; wins if given.
+        verify_replicas_every: compare the parameters of all ranks bit for bit before every so many-th
+            forward that follows a synchronising backward; 0 for never.
 
     Raises:
         ArgumentError: arguments that cannot work.
@@ -117,6 +121,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        verify_replicas_every: int = 0,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -133,6 +138,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self._verified_at = 0  # the pass after which the ranks' parameters were compared last
+        self.verify_replicas_every = check_interval(verify_replicas_every)
         self.delayed_parameters = frozenset(name for name, _ in delay_all_reduce_named_params or ())
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_cap_mb_list = list(bucket_cap_mb_list or ())
@@ -253,6 +260,16 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """Group of the collectives that ``Join`` issues."""
         return self.process_group
 
+    def verify_replicas(self) -> None:
+        """Compare parameters and buffers of all ranks bit for bit; every rank must call it.
+
+        Between a training forward and the next, buffers such as running statistics differ by design.
+
+        Raises:
+            ReplicaMismatchError: on every rank, naming the first tensor that differs, where and by how much.
+        """
+        verify_replicas(self.module, self.process_group, ignored=self.parameters_to_ignore)
+
     # -- state ------------------------------------------------------------------------------
 
     def module_states(self, include_buffers: bool = True) -> list[Tensor]:
@@ -295,11 +312,19 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if newcomers:
             self._verify_same_parameters()
             broadcast_tensors([p.detach() for p in newcomers], self.process_group)
+        self._verify_if_due()
         if joining:
             synchronise_buffers(self, has_data=True)
             agree_to_synchronise(self, has_data=True)
             return False
         return self.training and self.buffer_sync.before_forward(self.reducer.passes_finished)
+
+    def _verify_if_due(self) -> None:
+        every, passes = self.verify_replicas_every, self.reducer.passes_finished
+        if every and passes and passes % every == 0 and passes != self._verified_at:
+            self._verified_at = passes
+            ignored = self.parameters_to_ignore
+            verify_replicas(self.module, self.process_group, ignored=ignored, include_buffers=False)
 
     def _run_module(self, inputs: Any, kwargs: Any) -> Any:
         if self.low_precision is None:

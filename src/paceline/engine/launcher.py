@@ -67,21 +67,21 @@ class BucketLauncher:
         self._fill(current, bucket)
         self._take_off(current, bucket)
 
-    def launch_rest(self, current: BackwardPass, report: RankReport) -> None:
+    def launch_rest(self, current: BackwardPass, report: Callable[[], RankReport]) -> None:
         """Launch what is left, in order; the last bucket takes the tail along where it can.
 
         Args:
             current: the pass.
-            report: what this rank says in the tail. Gradients of buckets launched here count without it.
+            report: gives what this rank says in the tail, once all buckets are filled.
         """
         for bucket in self._layout.buckets[current.next_launch : self._held_back()]:
             self._launch(current, bucket)
         if self._skip_unused:
-            self._write_tail(report)
+            self._write_tail(report())
         else:
             last = self._layout.buckets[-1]
             self._fill(current, last)
-            self._write_tail(report)
+            self._write_tail(report())
             self._take_off(current, last)
         if self.hook is not None:
             self.land(current)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.engine.bucket import Bucket, DenseBucket, Slot, SparseBucket
+from paceline.engine.callbacks import call_weakly
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps, BucketPlan, ParameterSpec, plan_buckets, registration_order
 from paceline.engine.usage import TailLayout
@@ -31,8 +32,8 @@ class BucketLayout:
         world_size: number of ranks.
         caps: bucket sizes.
         keep_shared: see ``DenseBucket``.
-        on_gradient: called with the slot after each accumulation into its parameter's ``.grad``;
-            must not keep the layout alive, which the hooks last as long as.
+        on_gradient: a bound method, called with the slot after each accumulation into its parameter's
+            ``.grad`` as long as its object lives.
         tail_alone: whether the tail never travels in a bucket.
         always_trailing: names of parameters that travel in trailing buckets from the start.
     """
@@ -51,7 +52,7 @@ class BucketLayout:
         self._world_size = world_size
         self._caps = caps
         self._keep_shared = keep_shared
-        self._on_gradient = on_gradient
+        self._on_gradient = weakref.WeakMethod(on_gradient)
         self._tail_alone = tail_alone
         self._always_trailing = always_trailing
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -136,10 +137,10 @@ class BucketLayout:
         self.replan(registration_order(len(self.slots)), frozenset())
 
     def _watch(self, slot: Slot) -> RemovableHandle:
-        on_gradient = self._on_gradient
-        handle: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(
-            lambda _: on_gradient(slot)
-        )
+        on_gradient = self._on_gradient()
+        assert on_gradient is not None  # its owner is what makes layouts
+        hook = call_weakly(on_gradient, slot)
+        handle: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(hook)
         return handle
 
     def _make_bucket(self, position: int, is_last: bool) -> Bucket:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.engine.plan import ParameterSpec
 
+_TRAITS = operator.attrgetter("requires_grad", "dtype")
 _SPARSE_LAYERS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -63,7 +64,7 @@ class TrainedParameters:
         return ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)
 
     def _current_traits(self) -> list[tuple[bool, torch.dtype]]:
-        return [(p.requires_grad, p.dtype) for p in self._watched]
+        return list(map(_TRAITS, self._watched))
 
 
 def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec:

@@ -6,7 +6,7 @@
     finish    _finish          backward has ended: launch what is missing, the tail last
                  read_tail     wait, and read what all ranks said
                  reduce_late   reduce again what got gradient after its launch
-                 _hand_back    point every .grad at its average
+                 hand_back     point every .grad at its average
     abandon   _abandon         backward raised instead: complete the collectives, tell the others
 
 Only autograd calls in from outside, through what ``BucketLayout``, ``prepare_for_backward``
@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ from paceline.engine.layout import BucketLayout
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps, registration_order
 from paceline.engine.statistics import RunStatistics
+from paceline.engine.statistics_exchange import StatisticsExchange
 from paceline.engine.usage import PassVerdict, RankReport, Standing
 from paceline.engine.words import (
     UnusedParameter,
@@ -106,7 +108,7 @@ class Reducer:
             self._peers.world_size,
             options.caps,
             options.keep_shared,
-            on_gradient=call_weakly(self._gradient_ready),
+            on_gradient=self._gradient_ready,
             tail_alone=options.skip_unused,
             always_trailing=options.delayed,
         )
@@ -116,6 +118,7 @@ class Reducer:
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
         self._forwards = 0  # training forwards outside no_sync; in the tail, they show a skipped backward
+        self._reached = 0  # number of parameters that a backward reached since the last check
         self._newcomers: list[nn.Parameter] = []  # added to the module since the last forward
         self._lessons = Lessons()
 
@@ -217,6 +220,7 @@ class Reducer:
             return
         allowed = self.options.find_unused_parameters or self.options.static_graph
         words = "" if allowed or not unused else self._words_for_unused(self.passes_finished, unused)
+        self._reached = 0
         for slot in self.layout.slots:
             slot.reached = False
         if words:
@@ -260,7 +264,9 @@ class Reducer:
         if current.launch_waits:
             self._launcher.launch_full(current)
         slot.firings += 1
-        slot.reached = True
+        if not slot.reached:
+            slot.reached = True
+            self._reached += 1
         bucket = slot.bucket
         if bucket.launched:
             current.late.add(bucket.index)
@@ -268,7 +274,8 @@ class Reducer:
         if not self.options.eager:
             current.arrivals.append(slot.index)
             return
-        bucket.adopt(slot)
+        if slot.copies_at_once:
+            bucket.adopt(slot)
         if slot.firings != slot.expected_firings:
             return
         current.arrivals.append(slot.index)
@@ -287,7 +294,7 @@ class Reducer:
             _call_all(self.at_backward_end)
             self.statistics.backward_ends()
             if current.synchronises and current.engaged and self.layout.buckets:
-                self._launcher.launch_rest(current, self._report(current))
+                self._launcher.launch_rest(current, functools.partial(self._report, current))
                 self._conclude(current, self._launcher.read_tail(current))
                 _call_all(self.at_pass_end)
         finally:
@@ -300,15 +307,18 @@ class Reducer:
         self._launcher.reduce_late(current, verdict.late_buckets)
         if self.divide_by_active and self.hook is None:
             self._launcher.scale(self._peers.world_size / verdict.active_ranks())
-        self._hand_back(verdict)
+        nowhere = verdict.held_nowhere()
+        for bucket in self.layout.buckets:
+            bucket.hand_back(nowhere)
         self.statistics.communication_ends(sum(bucket.launched for bucket in self.layout.buckets))
         self._learn(current, verdict)
-        self._check_static(current)
+        self._compare_graph(current)
 
     def _check_verdict(self, current: BackwardPass, verdict: PassVerdict) -> None:
         rank = self._peers.rank
         failed = verdict.failed_ranks()
         if failed:
+            StatisticsExchange.abandon()
             raise self.statistics.note(PeerFailedError(words_for_failed_peer(rank, current.number, failed)))
         if not verdict.in_step():
             self._forwards, self.passes_finished = 0, max(verdict.pass_numbers)  # from here in step again
@@ -316,18 +326,9 @@ class Reducer:
                 RanksOutOfStepError(words_for_out_of_step(rank, current.number, verdict))
             )
 
-    def _hand_back(self, verdict: PassVerdict) -> None:
-        nowhere = verdict.held_nowhere()
-        for bucket in self.layout.buckets:
-            for slot in bucket.slots:
-                if slot.index not in nowhere:
-                    bucket.hand_back(slot)
-
     def _learn(self, current: BackwardPass, verdict: PassVerdict) -> None:
-        """What this pass teaches for the next: firings, order of arrival, parameters often unused."""
+        """What this pass teaches for the next: order of arrival, parameters often unused."""
         lessons = self._lessons
-        for slot in self.layout.slots:
-            slot.expected_firings = slot.firings or slot.expected_firings
         lessons.unused = verdict.unused_somewhere(self._peers.world_size)
         lessons.users = verdict.users
         if lessons.order is None:
@@ -346,10 +347,15 @@ class Reducer:
         broadcast_tensors([order], self._group)
         return [int(index) for index in order.tolist()]
 
-    def _check_static(self, current: BackwardPass) -> None:
+    def _compare_graph(self, current: BackwardPass) -> None:
+        """Note how often each parameter fired, and raise if a graph declared static has changed."""
         firings = [slot.firings for slot in self.layout.slots]
         before, self._lessons.firings = self._lessons.firings, firings
-        if before is None or firings == before:
+        if firings == before:
+            return
+        for slot in self.layout.slots:
+            slot.expected_firings = slot.firings or slot.expected_firings
+        if before is None:
             return
         self._lessons.graph_changed = True
         if self.options.static_graph:
@@ -366,7 +372,6 @@ class Reducer:
     def _reset(self) -> None:
         for slot in self.layout.slots:
             slot.firings = 0
-            slot.has_gradient = False
         for bucket in self.layout.buckets:
             bucket.pending = len(bucket.slots)
             bucket.launched = False
@@ -378,12 +383,13 @@ class Reducer:
         if self._pass is not current:
             return
         self._pass = None
+        StatisticsExchange.abandon()
         _call_all(self.at_backward_end)
         if current.synchronises and current.engaged:
             self._abandoned = current
             current.standing = Standing.RAISED
             with contextlib.suppress(Exception):  # this is a finalizer, and the group may be what failed
-                self._launcher.launch_rest(current, self._report(current))
+                self._launcher.launch_rest(current, functools.partial(self._report, current))
         self._reset()
 
     def _drain(self, abandoned: BackwardPass) -> None:
@@ -395,19 +401,25 @@ class Reducer:
     # -- words ------------------------------------------------------------------------------
 
     def _report(self, current: BackwardPass) -> RankReport:
-        has_data = current.standing.has_data
+        unreached: list[int] = []
+        if self._reached < len(self.layout.slots) and current.standing.has_data:
+            unreached = [slot.index for slot in self.layout.slots if not slot.reached]
         return RankReport(
             rank=self._peers.rank,
             pass_number=current.number,
             plan_fingerprint=self.layout.plan.fingerprint,
             forwards=self._forwards,
             standing=current.standing,
-            without_gradient=[
-                s.index for s in self.layout.slots if not s.has_gradient and s.parameter.grad is None
-            ],
-            unreached=[s.index for s in self.layout.slots if not s.reached] if has_data else [],
+            without_gradient=[slot.index for slot in self._slots_without_gradient()],
+            unreached=unreached,
             late_buckets=sorted(current.late),
         )
+
+    def _slots_without_gradient(self) -> Iterator[Slot]:
+        for bucket in self.layout.buckets:
+            for slot in bucket.missing if bucket.launched else bucket.slots:
+                if slot.parameter.grad is None:
+                    yield slot
 
     def _words_for_unused(self, number: int, unused: dict[int, int]) -> str:
         slots = self.layout.slots
