@@ -33,6 +33,7 @@ HARMLESS = {
     "struct.Struct",
     "contextvars.ContextVar",
     "dict.fromkeys",
+    "operator.attrgetter",
     "torch.no_grad",  # as a decorator
     "option",  # train/arguments.py: a dataclass field with its help
 }

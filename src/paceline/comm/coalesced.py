@@ -34,6 +34,14 @@ def broadcast_tensors(
             tensor.copy_(value)
 
 
+def broadcast_differing(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Like ``broadcast_tensors``, but leaves alone what is equal already: a graph may have saved it."""
+    with torch.no_grad():
+        for tensor, value in broadcast_values(tensors, group, source):
+            if not torch.equal(tensor, value):
+                tensor.copy_(value)
+
+
 def broadcast_values(
     tensors: Iterable[Tensor],
     group: dist.ProcessGroup,

@@ -63,7 +63,7 @@ class Slot:
         self.copies_at_once = parameter.numel() * parameter.element_size() >= COPY_AT_ONCE_BYTES
         self.firings = 0
         self.expected_firings = 1
-        self.reached = False
+        self.reached = parameter.grad is not None
 
     def has_hooks_of_others(self) -> bool:
         """Whether the user has hooks on the parameter that want to see its gradient, too."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils import _pytree as pytree
 
-from paceline.comm.coalesced import broadcast_tensors
+from paceline.comm.coalesced import broadcast_differing, broadcast_tensors
 from paceline.engine.buffers import BufferSync
 from paceline.engine.checks import (
     check_caps,
@@ -311,7 +311,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         newcomers = self.reducer.prepare_for_forward(self.training)
         if newcomers:
             self._verify_same_parameters()
-            broadcast_tensors([p.detach() for p in newcomers], self.process_group)
+            broadcast_differing([p.detach() for p in newcomers], self.process_group)
         self._verify_if_due()
         if joining:
             synchronise_buffers(self, has_data=True)

@@ -144,8 +144,8 @@ class Reducer:
         if training and self.synchronise:
             self._forwards += 1
             self.statistics.step_begins()
-        self._settle()
         self._check_unused()
+        self._settle()
         newcomers, self._newcomers = self._newcomers, []
         return newcomers
 
@@ -250,11 +250,18 @@ class Reducer:
         if self._abandoned is not None:
             self._drain(self._abandoned)
         if self.options.eager and self.layout.changed():
-            self._lessons = Lessons()
-            self._newcomers += self.layout.refresh()
+            self._follow_module()
         elif self._lessons.replan_due and self._lessons.order is not None:
             self._lessons.replan_due = False
             self.layout.replan(self._lessons.order, self._lessons.trailing)
+
+    def _follow_module(self) -> None:
+        checked = self._lessons.unused is None
+        self._lessons = Lessons()
+        self._newcomers += self.layout.refresh()
+        for slot in self.layout.slots:
+            slot.reached = slot.reached and checked
+        self._reached = sum(slot.reached for slot in self.layout.slots)
 
     # -- ready ------------------------------------------------------------------------------
 
