@@ -35,6 +35,21 @@ class Branches(nn.Module):
         return sum((self.branches[index](hidden) for index in use), hidden)
 
 
+class FailsInBackward(torch.autograd.Function):
+    """Identity whose backward raises when told to."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise ValueError("bad sample 4711")
+        return gradient, None
+
+
 def rank_input(rank: int, step: int = 0, rows: int = 3, width: int = 4) -> Tensor:
     """Data of one rank at one step."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(100 * step + rank))

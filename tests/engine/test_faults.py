@@ -11,32 +11,24 @@ import torch
 from torch import nn
 
 from paceline.engine.ddp import DistributedDataParallel
-from tests.engine.nets import Chain, assert_gradients, gradients, mean_gradients, rank_input
+from tests.engine.nets import (
+    Chain,
+    FailsInBackward,
+    assert_gradients,
+    gradients,
+    mean_gradients,
+    rank_input,
+)
 from tests.ranks import rank_outcomes, run_ranks
 
 TINY_BUCKETS = 1e-6
-
-
-class Fails(torch.autograd.Function):
-    """Identity whose backward raises when told to."""
-
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.fails:
-            raise ValueError("bad sample 4711")
-        return gradient, None
 
 
 class Fragile(Chain):
     """Backward may raise when the gradients of the last layer are there and others are not."""
 
     def forward(self, x, fails=False):
-        return self.c(Fails.apply(torch.tanh(self.b(torch.tanh(self.a(x)))), fails))
+        return self.c(FailsInBackward.apply(torch.tanh(self.b(torch.tanh(self.a(x)))), fails))
 
 
 def caught(call) -> str:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.engine.ddp import DistributedDataParallel
 from paceline.engine.statistics_exchange import StatisticsExchange
 from paceline.engine.sync_batchnorm import SyncBatchNorm
+from tests.engine.nets import FailsInBackward
 from tests.engine.test_pass import CountedCollectives
 from tests.ranks import rank_outcomes, run_ranks
 
@@ -478,19 +479,6 @@ def test_a_rank_that_does_not_come_is_named_along_with_the_layer():
     assert message.startswith("CollectiveTimeoutError"), message
     assert "rank 1 did not come" in message
     assert "forward of SyncBatchNorm features.1" in message
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.fails:
-            raise ValueError("bad sample 4711")
-        return gradient, None
 
 
 def backward_raises_before_or_behind_the_layer(rank, world, behind):
