@@ -13,7 +13,7 @@ from collections import Counter
 from random import Random
 
 from tests.engine.programs import draw_program
-from tests.engine.rank_pool import Invalid, RankPools
+from tests.engine.rank_pool import InvalidProgramError, RankPools
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
             program = draw_program(Random(seed))
             try:
                 verdict = pools.verdict(program)
-            except Invalid as reason:
+            except InvalidProgramError as reason:
                 counts[f"not for plain PyTorch: {str(reason)[:60]}"] += 1
                 continue
             counts[f"{program.world} ranks"] += 1
@@ -45,7 +45,9 @@ def main() -> int:
             if (number + 1) % 500 == 0:
                 seconds = time.monotonic() - began
                 print(f"{number + 1} programs, {wrong} went wrong, {seconds:.0f} s", flush=True)
-    print(f"{number + 1} programs from seed {options.seed}, {wrong} went wrong; {dict(counts)}", flush=True)
+    compared = pools.averages_compared
+    print(f"{number + 1} programs from seed {options.seed}, {wrong} went wrong", flush=True)
+    print(f"{compared} synchronising backwards compared; {dict(counts)}", flush=True)
     return min(wrong, 100)
 
 

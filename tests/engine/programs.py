@@ -22,6 +22,7 @@ class Options:
     gradient_as_bucket_view: bool = False
     bucket_cap_mb: float | None = None
     broadcast_buffers: bool = True
+    skip_all_reduce_unused_params: bool = False
     hook: bool = False
 
 
@@ -138,12 +139,14 @@ def draw_program(random: Random) -> Program:
 
 def _draw_options(random: Random) -> Options:
     static_graph = random.random() < 0.12
+    find_unused_parameters = random.random() < 0.7
     return Options(
-        find_unused_parameters=random.random() < 0.7,
+        find_unused_parameters=find_unused_parameters,
         static_graph=static_graph,
         gradient_as_bucket_view=random.random() < 0.4,
         bucket_cap_mb=random.choice([1e-6, 1e-6, 1e-4, 1e-4, None, 25.0]),
         broadcast_buffers=random.random() < 0.7,
+        skip_all_reduce_unused_params=find_unused_parameters and random.random() < 0.15,
         hook=random.random() < 0.1,
     )
 

@@ -1,4 +1,4 @@
-"""Ranks that stay alive from one program to the next, and are started anew when a program has confused them."""
+"""Ranks that stay alive from one program to the next, and start anew when a program has confused them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import TracebackType
 
+from tests.engine.defects import Planted
 from tests.engine.programs import Program, simpler_programs
 from tests.ranks import RankError, run_ranks
 
-LIMIT_S = 30.0  # for one program
-GROUP_TIMEOUT_S = 5.0
+LIMIT_S = 60.0  # for one program, on a machine that is busy with other things
+GROUP_TIMEOUT_S = 20.0
 LIFE_S = 3600.0
 
 
 def serve(rank: int, world: int, address: str, stacks: str) -> None:
     """A rank: run the programs that come over the connection until it ends."""
-    from tests.engine.interpreter import Interpreter, NotAProgram, Report
+    from tests.engine.interpreter import Interpreter, Report
+    from tests.engine.reference import NotAProgramError
 
     warnings.simplefilter("ignore")
     stack = Path(stacks, f"stack{rank}").open("w")  # noqa: SIM115 - as long as the rank lives
@@ -42,7 +44,7 @@ def serve(rank: int, world: int, address: str, stacks: str) -> None:
             try:
                 interpreter = Interpreter(program, rank)
                 report = interpreter.run()
-            except NotAProgram as error:
+            except NotAProgramError as error:
                 report = Report(invalid=str(error))
             except Exception:
                 report = interpreter.report if interpreter else Report()
@@ -59,10 +61,13 @@ class RankPool:
 
     Args:
         world: number of ranks.
+        defect: planted in their engine, see ``tests.engine.defects``.
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, defect: str | None = None) -> None:
         self.world = world
+        self.defect = defect
+        self.averages_compared = 0
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-fuzz-")
         self._ranks: list[tuple[int, Connection]] = []
         self._thread: threading.Thread | None = None
@@ -77,7 +82,11 @@ class RankPool:
         self._folder.cleanup()
 
     def verdict(self, program: Program) -> str | None:
-        """Run a program; None when all is well, else what went wrong. Raises ``Invalid`` for no program."""
+        """Run a program; None when all is well, else what went wrong.
+
+        Raises:
+            InvalidProgramError: plain PyTorch cannot run it either.
+        """
         if not self._ranks:
             self._start()
         for _, connection in self._ranks:
@@ -93,9 +102,10 @@ class RankPool:
                 return "a rank died"
         if any(report.invalid for report in reports):
             if all(report.invalid for report in reports):
-                raise Invalid(reports[0].invalid)
+                raise InvalidProgramError(reports[0].invalid)
             self._end()
             return "plain PyTorch cannot run it on some ranks only: " + repr([r.invalid for r in reports])
+        self.averages_compared += reports[0].synchronised
         problems = [report.problem for report in reports if report.problem]
         different = any(report.facts != reports[0].facts for report in reports)
         if any(report.lost for report in reports) or different:
@@ -122,7 +132,7 @@ class RankPool:
     def _run(self, address: str) -> None:
         with contextlib.suppress(RankError):
             run_ranks(
-                serve,
+                Planted(self.defect, serve),
                 self.world,
                 address,
                 self._folder.name,
@@ -152,14 +162,19 @@ class RankPool:
             self._thread = None
 
 
-class Invalid(Exception):
+class InvalidProgramError(Exception):
     """Plain PyTorch itself cannot run the program."""
 
 
 class RankPools:
-    """One pool for each world size that is asked for. A context manager."""
+    """One pool for each world size that is asked for. A context manager.
 
-    def __init__(self) -> None:
+    Args:
+        defect: see ``RankPool``.
+    """
+
+    def __init__(self, defect: str | None = None) -> None:
+        self._defect = defect
         # Ranks are forked from a server that has imported all of this, where none is running yet.
         forkserver.set_forkserver_preload(["tests.engine.interpreter"])
         forkserver.ensure_running()
@@ -178,8 +193,15 @@ class RankPools:
         """As ``RankPool.verdict``, on as many ranks as the program asks for."""
         pool = self._pools.get(program.world)
         if pool is None:
-            pool = self._pools[program.world] = self._stack.enter_context(RankPool(program.world))
+            pool = self._pools[program.world] = self._stack.enter_context(
+                RankPool(program.world, self._defect)
+            )
         return pool.verdict(program)
+
+    @property
+    def averages_compared(self) -> int:
+        """How many synchronising backwards have been held against the reference so far."""
+        return sum(pool.averages_compared for pool in self._pools.values())
 
     def shrink(self, program: Program, verdict: str, trials: int = 150) -> tuple[Program, str]:
         """A smaller program that goes wrong as well, dropping one thing at a time, and how it does."""
@@ -199,7 +221,7 @@ class RankPools:
     def _verdict_or_none(self, program: Program) -> str | None:
         try:
             return self.verdict(program)
-        except Invalid:
+        except InvalidProgramError:
             return None
 
 
