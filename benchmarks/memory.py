@@ -5,7 +5,8 @@
 
 Each wrapper trains in processes of its own: forward, backward, zero_grad, five times, without an
 optimizer. The number is the highest resident memory seen (VmHWM) beyond what the rank held before it built
-the model, over the bytes of the parameters. 1.0 is the parameters, 1.0 their gradients; what is above 2.0 is the wrapper's.
+the model, over the bytes of the parameters. 1.0 is the parameters, 1.0 their gradients; what is above 2.0 is
+the wrapper's.
 """
 
 from __future__ import annotations
