@@ -78,7 +78,7 @@ def ddp_settings(args: TrainingArguments) -> dict[str, Any]:
     return {
         "device_ids": None if args.device.type == "cpu" else [args.device.index],
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
-        "broadcast_buffers": args.ddp_broadcast_buffers is not False,
+        "forward_sync_buffers": args.ddp_broadcast_buffers is not False,
         "find_unused_parameters": args.ddp_find_unused_parameters is not False,
         "static_graph": bool(args.ddp_static_graph),
     }
