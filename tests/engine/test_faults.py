@@ -128,6 +128,31 @@ def train_until_told(rank, world, fault):
     return "fine", 6
 
 
+class RaisesInForward(Chain):
+    def forward(self, x, fails):
+        if fails:
+            raise ValueError("bad sample 4711")
+        return super().forward(x)
+
+
+def dies_of_an_exception(rank, world):
+    wrapper = DistributedDataParallel(RaisesInForward())
+    for step in range(3):
+        try:
+            wrapper(rank_input(rank, step), fails=rank == 1 and step == 1).sum().backward()
+        except ValueError:
+            os._exit(1)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_the_exception_of_a_rank_that_died_of_it_is_told_to_the_others():
+    outcomes = rank_outcomes(dies_of_an_exception, 2, timeout=60)
+    message = outcomes[0].value
+    assert message.startswith("PeerLostError") and "Rank 1 had raised ValueError: bad sample 4711" in message
+
+
 def killed():
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -133,10 +133,17 @@ class Peers:
         if cause is not None:
             raise self._failure(cause, what)
 
+    def tell_exception(self, error: BaseException) -> None:
+        """Leave word of an exception on this rank, for those that will find it gone or absent."""
+        text = f"{type(error).__name__}: {error}"
+        self._quietly(lambda: self._store.set(f"exception/{self.rank}", text))
+
     def _failure(self, cause: Cause, what: str, said: str = "") -> CommunicationError:
         self._tell_others(cause)
         kind = CollectiveTimeoutError if cause.kind == "absent" else PeerLostError
-        return kind(f"rank {self.rank}: {what} failed, because {cause.in_words()}.{said}")
+        texts = {rank: self._read(f"exception/{rank}") for rank in cause.ranks}
+        left = "".join(f" Rank {rank} had raised {text}." for rank, text in texts.items() if text)
+        return kind(f"rank {self.rank}: {what} failed, because {cause.in_words()}.{left}{said}")
 
     @contextlib.contextmanager
     def _standing_in_line(self, what: str) -> Iterator[None]:

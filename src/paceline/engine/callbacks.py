@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.autograd import Variable
 
 
@@ -24,7 +25,19 @@ def call_weakly(method: Callable[..., None], *bound: Any) -> Callable[..., None]
         if alive is not None:
             function(alive, *(bound or arguments))
 
+    call.owner = owner  # type: ignore[attr-defined]  # for `owners_of_hooks`
     return call
+
+
+def owners_of_hooks(parameters: Iterable[Tensor]) -> set[Any]:
+    """The objects whose methods ``call_weakly`` has put on these parameters, as far as they live."""
+    owners = {
+        hook.owner()
+        for parameter in parameters
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values()
+        if hasattr(hook, "owner")
+    }
+    return owners - {None}
 
 
 def at_end_of_backward(finished: Callable[..., None], failed: Callable[..., None], argument: object) -> None:

@@ -168,7 +168,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.device_ids:
             device = torch.device(self.device.type, self.device_ids[0])
             inputs, kwargs = _to_device(inputs, device), _to_device(kwargs, device)
-        output = self._run_module(inputs, kwargs)
+        try:
+            output = self._run_module(inputs, kwargs)
+        except Exception as error:
+            self.reducer.tell_exception(error)
+            raise
         if hook_after:
             self.buffer_sync.run_hook()
         if torch.is_grad_enabled():

@@ -39,7 +39,7 @@ from paceline.comm.coalesced import broadcast_tensors
 from paceline.comm.waiting import Peers
 from paceline.engine.backward_pass import BackwardPass, Lessons
 from paceline.engine.bucket import Slot
-from paceline.engine.callbacks import at_end_of_backward, call_weakly
+from paceline.engine.callbacks import at_end_of_backward, call_weakly, owners_of_hooks
 from paceline.engine.comm_hooks import Averaging, CommHook
 from paceline.engine.launcher import BucketLauncher
 from paceline.engine.layout import BucketLayout
@@ -103,6 +103,7 @@ class Reducer:
         self.options = options
         self._group = group
         self._peers = Peers(group)
+        _retire_older(parameters)
         self.layout = BucketLayout(
             parameters,
             self._peers.world_size,
@@ -155,6 +156,10 @@ class Reducer:
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
+
+    def tell_exception(self, error: BaseException) -> None:
+        """A forward raised here: if this rank is gone soon, the others can say why."""
+        self._peers.tell_exception(error)
 
     def shadow_pass(self) -> None:
         """Take part in the others' pass without data: zeros for every parameter.
@@ -432,6 +437,14 @@ class Reducer:
         slots = self.layout.slots
         listed = [UnusedParameter(i, slots[i].name, users, slots[i].reached) for i, users in unused.items()]
         return words_for_unused(self._peers.rank, self._peers.world_size, number, listed)
+
+
+def _retire_older(parameters: TrainedParameters) -> None:
+    """A module that is wrapped again is averaged by the new wrapper alone."""
+    mine = {parameter for _, parameter in parameters.named}
+    for older in owners_of_hooks(mine):
+        if {slot.parameter for slot in older.layout.slots} <= mine:
+            older.detach()
 
 
 def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:
