@@ -537,7 +537,13 @@ def wrapped_again(rank, world):
     newer = DistributedDataParallel(net)
     net.zero_grad()
     one_backward(newer, rank)
-    return older.reducer.passes_finished, newer.reducer.passes_finished, gradients(net)
+    counts = older.reducer.passes_finished, newer.reducer.passes_finished
+    for _ in range(2):  # a wrapper around a wrapper, and the inner one called by itself
+        outer = DistributedDataParallel(newer)
+        for called in (newer, outer):
+            net.zero_grad()
+            one_backward(called, rank)
+    return *counts, gradients(net)
 
 
 def test_wrapping_a_module_again_retires_the_older_wrapper():

@@ -116,6 +116,7 @@ class Reducer:
         self._launcher = BucketLauncher(
             self.layout, self._peers, Averaging(group), self.statistics, options.skip_unused
         )
+        self._detached = False
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
         self._forwards = 0  # training forwards outside no_sync; in the tail, they show a skipped backward
@@ -138,6 +139,8 @@ class Reducer:
             UnusedParametersError: the last synchronising pass left parameters without gradient and
                 ``find_unused_parameters`` is False.
         """
+        if self._detached:
+            return []
         if torch._C._current_graph_task_id() != -1:
             return []  # recomputed inside a backward (checkpointing): the pass goes on
         if self._pass is not None:
@@ -152,6 +155,8 @@ class Reducer:
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """After a forward: see the outermost start of a backward that begins at these tensors."""
+        if self._detached:
+            return
         hook = call_weakly(self._output_reached)
         for tensor in outputs:
             if tensor.grad_fn is not None:
@@ -177,7 +182,8 @@ class Reducer:
         self._forwards = 0
 
     def detach(self) -> None:
-        """Stop listening to the parameters; gradients stay where they are."""
+        """Average nothing from now on: another wrapper does, or none; gradients stay where they are."""
+        self._detached = True
         self.layout.stop_watching()
 
     @property
