@@ -266,6 +266,34 @@ def test_join_counts_ranks_without_data_as_zero_or_not_at_all(by_initial):
             assert_gradients(grads, wanted)
 
 
+def joined_with_an_optimizer(rank, world):
+    from torch.distributed.algorithms import Join
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = Chain()
+    wrapper = DistributedDataParallel(net)
+    optimizer = ZeroRedundancyOptimizer(wrapper.parameters(), torch.optim.SGD, lr=0.1)
+    with Join([wrapper, optimizer]):
+        for step in range(4 - 2 * rank):
+            optimizer.zero_grad()
+            one_backward(wrapper, rank, step)
+            optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_a_wrapper_and_a_sharded_optimizer_joined_together():
+    net = Chain()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        with_data = [rank for rank in range(2) if step < 4 - 2 * rank]
+        (sum(net(rank_input(rank, step)).square().sum() for rank in with_data) / 2).backward()
+        optimizer.step()
+    for weights in run_ranks(joined_with_an_optimizer, 2, timeout=60):
+        for have, want in zip(weights, net.parameters(), strict=True):
+            torch.testing.assert_close(have, want.detach())
+
+
 # -- options --------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ class WrapperJoinHook(JoinHook):
     def __init__(self, wrapper: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
         super().__init__()
         self._wrapper = wrapper
+        self._shadowed = False
         wrapper.reducer.divide_by_active = not divide_by_initial_world_size
         wrapper.reducer.statistics.uneven_inputs = True
 
@@ -42,6 +43,7 @@ class WrapperJoinHook(JoinHook):
         wrapper.reducer.prepare_for_forward(training=False)
         synchronise_buffers(wrapper, has_data=False)
         if agree_to_synchronise(wrapper, has_data=False):
+            self._shadowed = True
             wrapper.reducer.shadow_pass()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -52,6 +54,8 @@ class WrapperJoinHook(JoinHook):
             wrapper.module_states(include_buffers=wrapper.buffer_sync.enabled), wrapper.process_group, source
         )
         wrapper._authoritative_rank = source
+        if self._shadowed:
+            wrapper.reducer.drop_gradients()  # they belong to steps of others
         wrapper.reducer.divide_by_active = False
         wrapper.reducer.count_forwards_anew()
 

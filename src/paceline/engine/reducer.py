@@ -167,15 +167,19 @@ class Reducer:
         self._peers.tell_exception(error)
 
     def shadow_pass(self) -> None:
-        """Take part in the others' pass without data: zeros for every parameter.
+        """Take part in the others' pass without data: zeros for every parameter, averages as they get.
 
-        This rank's gradients are None before and after: it has no step to make with them.
+        So an optimizer that is joined along, and steps on this rank too, finds the right gradients.
         """
         current = BackwardPass(self.passes_finished + 1, synchronises=True, engaged=True)
         current.standing = Standing.OUT_OF_DATA
-        self._drop_gradients()
+        self.drop_gradients()
         self._finish(current)
-        self._drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Set every ``.grad`` to None."""
+        for slot in self.layout.slots:
+            slot.parameter.grad = None
 
     def count_forwards_anew(self) -> None:
         """All ranks are in step here, however many forwards each has run."""
@@ -382,10 +386,6 @@ class Reducer:
             names = [slot.name for slot in changed]
             words = words_for_changed_graph(self._peers.rank, current.number, unreached, names)
             raise self.statistics.note(GraphChangedError(words))
-
-    def _drop_gradients(self) -> None:
-        for slot in self.layout.slots:
-            slot.parameter.grad = None
 
     def _reset(self) -> None:
         for slot in self.layout.slots:
