@@ -6,8 +6,10 @@ of whatever is trained *now* must be averaged.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,8 @@ class TrainedParameters:
         self._ignored = ignored
         self.named: list[tuple[str, nn.Parameter]] = []
         self.specs: list[ParameterSpec] = []
-        self._modules: list[tuple[nn.Module, list[nn.Module | None], list[Tensor | None]]] = []
+        self._registries: list[dict[str, Any]] = []  # where modules keep their children and parameters
+        self._registered: list[object] = []
         self._watched: list[Tensor] = []
         self._traits: list[tuple[bool, torch.dtype]] = []
         self.scan()
@@ -41,10 +44,10 @@ class TrainedParameters:
         sparse = {id(p) for layer in self._module.modules() for p in _sparse_parameters(layer)}
         self.named = [(name, p) for name, p in self._all_named() if p.requires_grad]
         self.specs = [spec_of(name, p, id(p) in sparse) for name, p in self.named]
-        self._modules = [
-            (layer, list(layer._modules.values()), list(layer._parameters.values()))
-            for layer in self._module.modules()
+        self._registries = [
+            registry for layer in self._module.modules() for registry in (layer._modules, layer._parameters)
         ]
+        self._registered = self._now_registered()
         self._watched = [p for _, p in self._all_named()]
         self._traits = self._current_traits()
 
@@ -53,12 +56,13 @@ class TrainedParameters:
 
         Runs in every step, so it only compares identities and two attributes.
         """
-        for layer, children, parameters in self._modules:
-            if not _same_objects(layer._modules.values(), children):
-                return True
-            if not _same_objects(layer._parameters.values(), parameters):
-                return True
+        now = self._now_registered()
+        if len(now) != len(self._registered) or not all(map(operator.is_, now, self._registered)):
+            return True
         return self._current_traits() != self._traits
+
+    def _now_registered(self) -> list[object]:
+        return list(itertools.chain.from_iterable(map(dict.values, self._registries)))
 
     def _all_named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)
@@ -80,7 +84,3 @@ def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec
 
 def _sparse_parameters(layer: nn.Module) -> list[nn.Parameter]:
     return list(layer.parameters()) if isinstance(layer, _SPARSE_LAYERS) and layer.sparse else []
-
-
-def _same_objects(now: Collection[object], before: Sequence[object]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
