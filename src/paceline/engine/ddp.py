@@ -35,10 +35,11 @@ from paceline.engine.checks import (
 from paceline.engine.comm_hooks import CommHook, Hook, check_hook
 from paceline.engine.join import WrapperJoinHook, agree_to_synchronise, synchronise_buffers
 from paceline.engine.optimizer_in_backward import step_and_clear, take_over
+from paceline.engine.options import ReducerOptions
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps
 from paceline.engine.precision import LowPrecision, PrecisionConfig, average_in
-from paceline.engine.reducer import Reducer, ReducerOptions
+from paceline.engine.reducer import Reducer
 from paceline.engine.state_keys import use_plain_keys
 from paceline.engine.torch_names import TorchNames
 from paceline.engine.verify import verify_replicas

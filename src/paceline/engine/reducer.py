@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -43,8 +42,9 @@ from paceline.engine.callbacks import at_end_of_backward, call_weakly, owners_of
 from paceline.engine.comm_hooks import Averaging, CommHook
 from paceline.engine.launcher import BucketLauncher
 from paceline.engine.layout import BucketLayout
+from paceline.engine.options import ReducerOptions
 from paceline.engine.parameters import TrainedParameters
-from paceline.engine.plan import BucketCaps, registration_order
+from paceline.engine.plan import registration_order
 from paceline.engine.statistics import RunStatistics
 from paceline.engine.statistics_exchange import StatisticsExchange
 from paceline.engine.usage import PassVerdict, RankReport, Standing
@@ -56,30 +56,6 @@ from paceline.engine.words import (
     words_for_unused,
 )
 from paceline.errors import GraphChangedError, PeerFailedError, RanksOutOfStepError, UnusedParametersError
-
-
-@dataclass(frozen=True)
-class ReducerOptions:
-    """What the user decided.
-
-    Attributes:
-        caps: bucket sizes.
-        find_unused_parameters: whether a step may leave parameters without gradient.
-        static_graph: whether every step must use the same parameters equally often.
-        keep_shared: whether a gradient that the user kept across ``zero_grad`` stays as it was.
-        eager: whether gradients move and buckets are launched while backward goes on. Not with
-            low-precision copies, whose gradients have another dtype until backward has ended.
-        skip_unused: whether buckets of parameters that no rank used are left out of the pass.
-        delayed: names of parameters that travel behind all others.
-    """
-
-    caps: BucketCaps
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    keep_shared: bool = True
-    eager: bool = True
-    skip_unused: bool = False
-    delayed: frozenset[str] = frozenset()
 
 
 class Reducer:
