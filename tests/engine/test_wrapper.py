@@ -153,33 +153,6 @@ def test_state_keys_do_not_depend_on_wrapping_or_compiling_and_all_spellings_loa
         assert outcomes == [True] * 8 and nested
 
 
-def torchs_state_dict_helpers(rank, world):
-    from torch.distributed.checkpoint import state_dict as helpers
-
-    plain = WithBuffers()
-    wrapper = DistributedDataParallel(copy.deepcopy(plain))
-    optimizer = torch.optim.AdamW(wrapper.parameters())
-    one_backward(wrapper, rank)
-    optimizer.step()
-    saved = helpers.get_model_state_dict(wrapper)
-    kept = {name: value.clone() for name, value in saved.items()}
-    moments = copy.deepcopy(helpers.get_optimizer_state_dict(wrapper.module, optimizer))
-    plain.load_state_dict(saved)
-    for _ in range(2):
-        one_backward(wrapper, rank)
-        optimizer.step()
-    helpers.set_model_state_dict(wrapper, {name: value.clone() for name, value in kept.items()})
-    helpers.set_optimizer_state_dict(wrapper.module, optimizer, moments)
-    restored = wrapper.state_dict()
-    steps = {float(state["step"]) for state in optimizer.state.values()}
-    return list(kept) == list(plain.state_dict()), all(torch.equal(restored[n], kept[n]) for n in kept), steps
-
-
-def test_torchs_state_dict_helpers_read_and_write_the_wrapper():
-    for same_keys, restored, steps in run_ranks(torchs_state_dict_helpers, 2, timeout=60):
-        assert same_keys and restored and steps == {1.0}
-
-
 def zero_redundancy(rank, world):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchClass
 from torch.utils import _pytree as pytree
 
 from paceline.comm.coalesced import broadcast_differing, broadcast_tensors
@@ -45,6 +46,7 @@ from paceline.engine.torch_names import TorchNames
 from paceline.engine.verify import verify_replicas
 
 
+@TorchClass.register  # so isinstance() is true of it: Accelerate and torch's own libraries ask
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     """Trains copies of one module on several ranks, averaging their gradients in backward.
 
@@ -72,7 +74,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         module: the module to train; its parameters all on one type of device.
         device_ids: one device index that inputs are moved to, for modules on one accelerator.
         output_device: accepted for modules on an accelerator; outputs stay where they are.
-        dim: kept for callers of ``scatter`` and ``gather``; has no influence on training.
+        dim: kept as an attribute only: a rank has one device, so no batch is scattered along it.
         broadcast_buffers: whether buffers follow rank 0 at the start of forward.
         init_sync: whether construction compares and broadcasts; if False, you make ranks equal.
         process_group: the ranks; all of them by default.

@@ -3,10 +3,15 @@
 ``wrapper.state_dict()`` has the keys of the module inside: neither ``module.`` (from
 wrapping) nor ``_orig_mod.`` (from torch.compile) appears, so a checkpoint written on many
 ranks loads into the plain module. ``wrapper.load_state_dict()`` takes all spellings.
+
+Note "who asks for the keys": ``torch.distributed.checkpoint.state_dict`` takes ``module.``
+away itself, and insists on finding it in what an instance of torch's class gives. Its
+users see plain keys either way, so it gets what it expects.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -22,6 +27,8 @@ def use_plain_keys(wrapper: nn.Module) -> None:
 
 
 def _write_plain_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    if _asked_by_torchs_helpers():
+        return
     for key in [key for key in state if key.startswith(prefix)]:
         state[_plain(prefix) + _plain(key[len(prefix) :].removeprefix(WRAPPED))] = state.pop(key)
     versions = getattr(state, "_metadata", None)  # versions of the modules' formats, under their own names
@@ -30,6 +37,14 @@ def _write_plain_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, _:
             versions.setdefault(
                 _plain(prefix + (name + ".")[len(prefix + WRAPPED) :]).rstrip("."), versions[name]
             )
+
+
+def _asked_by_torchs_helpers() -> bool:
+    """Whether ``state_dict`` was called from torch.distributed.checkpoint.state_dict; see the note above."""
+    frame = sys._getframe(2)  # our hook's caller: the innermost ``Module.state_dict``
+    while frame.f_code is nn.Module.state_dict.__code__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
 def _accept_any_spelling(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -100,6 +100,26 @@ class TorchNames:
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self._set_hook(None, BUILT_IN_HOOKS[comm_hook_type], str(comm_hook_type))
 
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """Step ``optim`` for a bucket's parameters as soon as their average is there.
+
+        Args:
+            optim: one of the optimizer classes that torch.distributed.optim has in functional form.
+            args: passed to it.
+            optim_params: the parameters to step, all by default.
+            kwargs: passed to it.
+
+        Raises:
+            ValueError: torch has no functional form of ``optim``.
+            RuntimeError: a communication hook is registered already.
+        """
+        # Imported here: it loads FSDP.
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+
     def _set_static_graph(self) -> None:
         if self.static_graph:
             warnings.warn("static_graph is True already", stacklevel=2)
@@ -175,11 +195,6 @@ class TorchNames:
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """For torch.distributed.checkpoint: keys of state_dict leave ``module`` out."""
-        inner = self.module
-        return dict.fromkeys((*inner._modules, *inner._parameters, *inner._buffers), "module")
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
