@@ -47,6 +47,7 @@ class Forward:
 class Backward:
     """Backward of the sum of the losses under ``keys``; on ``failing`` ranks it raises at layer ``fail_at``.
 
+    With ``only``, per rank, it is asked for the gradients of some layers and the head alone (``inputs=``).
     A program that catches the exception calls zero_grad() on all ranks.
     """
 
@@ -56,6 +57,7 @@ class Backward:
     retain: bool = False
     failing: tuple[int, ...] = ()
     fail_at: int = 0
+    only: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ def _draw_model(random: Random) -> Model:
                 frozen=random.random() < 0.12,
                 times=random.choice([1, 1, 2, 3]) if kind in ("reentrant", "checkpointed") else 1,
                 tied_to=random.randrange(index) if kind == "tied" and index else 0,
+                hooked=random.random() < 0.1,
             )
         )
     return Model(tuple(layers), random.choice(OUTPUTS))
@@ -243,8 +246,15 @@ class _Drawing:
             both_heads=self.all_used or random.random() < 0.8,
             no_sync=random.random() < 0.25,
             retain=retain,
+            only=self._draw_layers() if random.random() < 0.08 and not self.model.has("reentrant") else None,
         )
         return self._failing(backward) if random.random() < 0.1 else backward
+
+    def _draw_layers(self) -> tuple[tuple[int, ...], ...]:
+        layers = range(len(self.model.layers))
+        return tuple(
+            tuple(index for index in layers if self.random.random() < 0.5) for _ in range(self.world)
+        )
 
     def _failing(self, backward: Backward) -> Backward:
         place = self.random.randrange(len(self.model.layers))
@@ -269,6 +279,8 @@ class _Drawing:
 
 # -- making smaller ------------------------------------------------------------------------------
 
+_PLAIN_VALUES = {"no_sync": False, "through_module": False, "penalty": False, "retain": False, "only": None}
+
 
 def simpler_programs(program: Program) -> list[Program]:
     """Programs with one thing less, the largest savings first."""
@@ -291,9 +303,9 @@ def simpler_programs(program: Program) -> list[Program]:
     if program.model.output != "tensor":
         found.append(replace(program, model=replace(program.model, output="tensor")))
     for index, statement in enumerate(program.statements):
-        for name in ("no_sync", "through_module", "penalty", "retain"):
-            if getattr(statement, name, False):
-                plainer = replace(statement, **{name: False})
+        for name, plain_value in _PLAIN_VALUES.items():
+            if getattr(statement, name, plain_value) != plain_value:
+                plainer = replace(statement, **{name: plain_value})
                 changed_to = (*program.statements[:index], plainer, *program.statements[index + 1 :])
                 found.append(replace(program, statements=changed_to))
     return found

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH = 3
 ROWS_IN_TABLE = 7
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 LINEAR_KINDS = ("linear", "tied", "twice", "reentrant", "checkpointed")
 KINDS = (*LINEAR_KINDS, "direct", "table", "sparse_table", "norm_eval", "norm_batch", "drift")
 OUTPUTS = ("tensor", "tuple", "dict", "dataclass", "nested")
@@ -28,6 +28,7 @@ class Layer:
         frozen: whether it starts untrained.
         times: how often a "reentrant" or "checkpointed" block runs.
         tied_to: earlier layer whose weight a "tied" layer shares, if that one has a square weight.
+        hooked: whether a hook of the user's doubles every gradient of its parameters.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Layer:
     frozen: bool = False
     times: int = 1
     tied_to: int = 0
+    hooked: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,9 @@ class Net(nn.Module):
                 self._tie(index, layer)
             if layer.frozen:
                 self.set_trained(index, False)
+        for index, layer in enumerate(model.layers):
+            if layer.hooked:
+                self._double_gradients(index)
         self.head = nn.Linear(WIDTH, 2, dtype=torch.float64)
         self.second_head = nn.Linear(WIDTH, 1, dtype=torch.float32) if model.output != "tensor" else None
 
@@ -145,6 +150,11 @@ class Net(nn.Module):
             "dataclass": lambda: Outputs(main, second),
             "nested": lambda: [{"pair": (main, [second])}, "not a tensor"],
         }[self.model.output]()
+
+    def trained_parameters(self, indices: tuple[int, ...]) -> list[nn.Parameter]:
+        """Those of some layers and of the head."""
+        found = [getattr(owner, name) for index in indices for owner, name in self.places(index)]
+        return [p for p in (*found, *self.head.parameters()) if p.requires_grad]
 
     def places(self, index: int) -> list[tuple[nn.Module, str]]:
         """Where a layer's parameters are registered: (module, attribute)."""
@@ -167,6 +177,14 @@ class Net(nn.Module):
             old = getattr(owner, name)
             values = torch.randn(old.shape, generator=generator, dtype=torch.float64).to(old.dtype)
             setattr(owner, name, nn.Parameter(values, requires_grad=old.requires_grad))
+        if self.model.layers[index].hooked:
+            self._double_gradients(index)
+
+    def _double_gradients(self, index: int) -> None:
+        for owner, name in self.places(index):
+            parameter = getattr(owner, name)
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient * 2)
 
     def _build(self, layer: Layer) -> nn.Module:
         dtype = DTYPES[layer.dtype]

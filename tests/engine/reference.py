@@ -44,6 +44,12 @@ def total_loss(outputs: dict[int, tuple[Tensor, Tensor]], statement: Backward) -
     return sum(heads, torch.zeros(()))
 
 
+def run_backward(net: Net, outputs: dict[int, tuple[Tensor, Tensor]], statement: Backward, rank: int) -> None:
+    """The backward statement on one rank."""
+    inputs = None if statement.only is None else net.trained_parameters(statement.only[rank])
+    total_loss(outputs, statement).backward(retain_graph=statement.retain, inputs=inputs)
+
+
 def descend(net: nn.Module) -> None:
     """One step of gradient descent on what is trained."""
     with torch.no_grad():
@@ -117,7 +123,7 @@ class Reference:
             net.trap.armed = statement.fail_at if rank in statement.failing else None
             with plain_pytorch():
                 try:
-                    total_loss(self.outputs[rank], statement).backward(retain_graph=statement.retain)
+                    run_backward(net, self.outputs[rank], statement, rank)
                 except PlannedError:
                     raised.add(rank)
             net.trap.armed = None

@@ -447,6 +447,22 @@ def test_sparse_gradients_on_all_ranks_some_ranks_and_none():
             assert_gradients(step_gradients, wanted)
 
 
+def large_sparse_gradients(rank, world, dtype):
+    table = nn.Embedding(3, 2, sparse=True, dtype=dtype)
+    wrapper = DistributedDataParallel(table, find_unused_parameters=True)
+    (wrapper(torch.tensor([rank, 2])) * 40_000).sum().backward()
+    return table.weight.grad.dtype, table.weight.grad.to_dense().double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_sparse_gradients_of_every_precision_have_an_average_that_does_not_overflow(dtype):
+    large = torch.tensor(40_000.0, dtype=dtype).double()
+    wanted = torch.stack([large / 2, large / 2, large]).unsqueeze(1).expand(3, 2)
+    for have_dtype, have in run_ranks(large_sparse_gradients, 2, dtype, timeout=60):
+        assert have_dtype is dtype
+        torch.testing.assert_close(have, wanted, rtol=1e-2, atol=0)
+
+
 def three_ranks_average(rank, world):
     net = Chain()
     wrapper = DistributedDataParallel(net)

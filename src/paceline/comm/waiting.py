@@ -20,6 +20,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerLost
 SLICE = datetime.timedelta(seconds=0.2)
 DEATH_GRACE_S = 1.0  # how long a connection may be broken before the process behind it is gone
 STORE_PATIENCE_S = 2.0
+# What process groups say when another rank is behind an error, and not the collective itself.
+_CONNECTION = re.compile("connection|socket|peer|broken pipe|read error|write error|network|remote", re.I)
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ class Peers:
             cause = Cause("absent", self._absent_ranks())
         elif cause is None:
             lost = self._lost_ranks(patience_s=DEATH_GRACE_S)
+            if not lost and not _CONNECTION.search(str(error)):
+                return CommunicationError(f"rank {self.rank}: {what} failed in the process group: {error}")
             cause = Cause("lost", lost) if lost else Cause("left", self._absent_ranks())
         return self._failure(cause, what, f" The process group said: {error}")
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 # A gradient of at least this many bytes is copied into its slot as soon as it is there, so
 # that memory holds it once; smaller ones wait for their bucket and are copied in one call.
 COPY_AT_ONCE_BYTES = 64 * 1024
+LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Slot:
@@ -242,6 +243,8 @@ class DenseBucket:
 class SparseBucket:
     """One parameter whose gradient is a sparse COO tensor.
 
+    float16 and bfloat16 travel as float32, which process groups can add.
+
     Args:
         index: place in the launch order.
         slot: the parameter.
@@ -270,12 +273,15 @@ class SparseBucket:
         slot.parameter.grad = None
 
     def payload(self) -> Tensor:
-        assert self._gradient is not None
-        return self._gradient
+        gradient = self.gradients_only()
+        if gradient.dtype in LOW_PRECISION:
+            gradient = self._gradient = gradient.float()
+        return gradient
 
     def gradients_only(self) -> Tensor:
-        """The gradient, as for ``payload``: a sparse bucket never carries the tail."""
-        return self.payload()
+        """The gradient: a sparse bucket never carries the tail."""
+        assert self._gradient is not None
+        return self._gradient
 
     def accept(self, result: Tensor) -> None:
         self._gradient = result
@@ -284,13 +290,13 @@ class SparseBucket:
         (slot,) = self.slots
         late = slot.parameter.grad
         if late is not None:
-            self._gradient = (self.payload() + _sparse(late, slot.parameter)).coalesce()
+            self._gradient = (self.gradients_only() + _sparse(late, slot.parameter)).coalesce()
             slot.parameter.grad = None
 
     def hand_back(self, nowhere: Set[int]) -> None:
         (slot,) = self.slots
         if slot.index not in nowhere:
-            slot.parameter.grad = self.payload()
+            slot.parameter.grad = self.gradients_only().to(slot.parameter.dtype)
         self._gradient = None
 
 

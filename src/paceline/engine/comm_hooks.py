@@ -21,11 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from paceline.engine.bucket import GradBucket
+from paceline.engine.bucket import LOW_PRECISION, GradBucket
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]  # (state, GradBucket) -> the reduced buffer
-
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Averaging:
             tensor.div_(self._world_size)
 
     def _divides_first(self, tensor: Tensor) -> bool:
-        return tensor.is_sparse or tensor.dtype in _LOW_PRECISION
+        return tensor.is_sparse or tensor.dtype in LOW_PRECISION
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
         work: dist.Work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
