@@ -129,6 +129,11 @@ def half_precision_is_summed_before_the_division() -> None:
 
 
 @defect
+def moved_gradients_stay_where_they_are() -> None:
+    instead(DenseBucket, "_reclaim", lambda self: self._allocated())
+
+
+@defect
 def unused_parameters_get_zeros() -> None:
     instead(PassVerdict, "held_nowhere", lambda self: frozenset())
 

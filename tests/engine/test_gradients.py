@@ -5,6 +5,8 @@ The right value is always the mean of what plain PyTorch gives in one process on
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -445,6 +447,52 @@ def test_sparse_gradients_on_all_ranks_some_ranks_and_none():
             layout, step_gradients = found[step]
             assert layout is torch.sparse_coo
             assert_gradients(step_gradients, wanted)
+
+
+def conv_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+
+
+def image_backward(net, rank, step=0):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    net(torch.randn(2, 3, 8, 8, generator=generator)).square().mean().backward()
+
+
+def assign_data(net):
+    for parameter in net.parameters():
+        parameter.grad.data = parameter.grad.data.clamp(-1, 1).clone()
+
+
+MOVES = {
+    "grad.data assigned": assign_data,
+    "channels_last": lambda net: net.to(memory_format=torch.channels_last),
+    "double and back": lambda net: net.double().float(),
+    "shared between processes": lambda net: net.share_memory(),
+}
+
+
+def gradients_after_moving(rank, world):
+    found = {}
+    for move, as_views, set_to_none in itertools.product(MOVES, (False, True), (False, True)):
+        net = conv_net()
+        wrapper = DistributedDataParallel(net, gradient_as_bucket_view=as_views)
+        for step in range(2):  # the second one after buckets were laid out anew
+            wrapper.zero_grad()
+            image_backward(wrapper, rank, step)
+        MOVES[move](net)
+        wrapper.zero_grad(set_to_none)
+        image_backward(wrapper, rank)
+        found[move, as_views, set_to_none] = gradients(net)
+    return found
+
+
+def test_gradients_that_were_moved_to_other_memory_are_averaged_all_the_same():
+    wanted = mean_gradients(2, conv_net, image_backward)
+    for found in run_ranks(gradients_after_moving, 2, timeout=60):
+        assert len(found) == 4 * len(MOVES)
+        for have in found.values():
+            assert_gradients(have, wanted)
 
 
 def large_sparse_gradients(rank, world, dtype):

@@ -32,6 +32,9 @@ NOTICED_BY: dict[str, tuple[Any, ...]] = {
     "half_precision_is_summed_before_the_division": (
         test_more.test_float16_gradients_whose_sum_overflows_have_an_average,
     ),
+    "moved_gradients_stay_where_they_are": (
+        test_gradients.test_gradients_that_were_moved_to_other_memory_are_averaged_all_the_same,
+    ),
     "unused_parameters_get_zeros": (
         test_gradients.test_unused_parameters_get_the_mean_with_zeros_or_stay_none,
         2,

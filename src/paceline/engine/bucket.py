@@ -6,7 +6,9 @@ gradients in memory, not two.
 
 Note "when a gradient is ours": after ``zero_grad(set_to_none=True)`` autograd hands over a
 fresh tensor, which is copied into the slot once; after that ``.grad`` points at the slot and
-autograd accumulates into it in place.
+autograd accumulates into it in place. ``.grad`` being the slot's tensor is not enough, though:
+``p.grad.data = x`` (``Module.to`` does that) keeps the tensor and moves it to other memory.
+So before launch a bucket looks where its slots are (``_reclaim``).
 
 Note "in flight": while a collective owns a bucket's memory, ``.grad`` is None. A gradient
 that comes late (a block used twice under re-entrant checkpointing) therefore lands in a
@@ -127,6 +129,7 @@ class DenseBucket:
         self._tail_numel = tail_numel
         self._keep_shared = keep_shared
         self._storage: Tensor | None = None
+        self._addresses: list[int] = []  # where the slots' views belong
         for slot in slots:
             slot.bucket = self
 
@@ -165,7 +168,7 @@ class DenseBucket:
             self._copy_in(slot)
 
     def fill(self) -> None:
-        self._allocated()
+        self._reclaim()
         fresh: list[Tensor] = []
         places: list[Tensor] = []
         self.missing = []
@@ -226,6 +229,16 @@ class DenseBucket:
         for slot in self.slots:
             slot.view = _alias(storage, offset, slot.parameter)
             offset += slot.parameter.numel()
+        self._addresses = self._addresses_now()
+
+    def _addresses_now(self) -> list[int]:
+        return [slot.view.data_ptr() for slot in self.slots]  # type: ignore[union-attr]
+
+    def _reclaim(self) -> None:
+        """Make new views if somebody moved one to other memory; a ``.grad`` that moved counts as fresh."""
+        storage = self._allocated()
+        if self._addresses_now() != self._addresses:
+            self._make_views(storage)
 
     def _shared(self) -> bool:
         """Whether anybody but us and ``.grad`` refers to a slot or to a view of it."""
