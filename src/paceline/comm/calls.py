@@ -1,0 +1,125 @@
+"""What a rank asks of the shared-memory kernel, and the words for it when it fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.native import Call, Failure, Kind, Status
+from paceline.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerLostError,
+    RanksOutOfStepError,
+)
+
+BYTES = 5  # the kernel's type for what is only copied: PL_U8
+
+# In the order of `enum pl_type` in csrc/shm.h.
+_TYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.bool,
+)
+TYPES = {dtype: index for index, dtype in enumerate(_TYPES)}
+
+# In the order of `enum pl_reduction`.
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_BITWISE = ("BAND", "BOR", "BXOR")
+
+# Every dtype has a number, so that ranks can compare those the kernel only copies.
+_LABELS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+LABELS = {dtype: index for index, dtype in enumerate(_LABELS)}
+
+
+def reduction_of(op: Any, dtype: torch.dtype) -> tuple[int, float] | None:
+    """The kernel's number for a ``ReduceOp`` and what inputs are multiplied by first; None: not in the kernel."""
+    kind, supplement = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    name = kind.name
+    if dtype not in TYPES or name not in REDUCTIONS or (name in _BITWISE and dtype.is_floating_point):
+        return None
+    if name != "PREMUL_SUM":
+        return REDUCTIONS.index(name), 1.0
+    factor = supplement.item() if isinstance(supplement, torch.Tensor) else supplement
+    return REDUCTIONS.index(name), float(factor)
+
+
+def in_words(call: Call) -> str:
+    """For example ``all_reduce SUM of 1,024 x float32``."""
+    kind = Kind(call.kind)
+    if kind is Kind.barrier:
+        return "barrier"
+    dtype = _LABELS[call.label]
+    numel, name = call.count, str(dtype).removeprefix("torch.")
+    words = kind.name
+    if kind in (Kind.all_reduce, Kind.reduce, Kind.reduce_scatter):
+        words += f" {REDUCTIONS[call.reduction]}"
+    else:
+        numel //= dtype.itemsize
+    words += f" of {numel:,} x {name}"
+    if kind is Kind.reduce:
+        words += f" to rank {call.root}"
+    if kind is Kind.broadcast:
+        words += f" from rank {call.root}"
+    return words
+
+
+def error_for(
+    failure: Failure, call: Call, number: int, ranks: list[int], local_rank: int, timeout_s: float
+) -> CommunicationError:
+    """The exception for a collective that failed.
+
+    Args:
+        failure: what the kernel says.
+        call: what this rank called.
+        number: which collective of the group it was.
+        ranks: the global rank of each of the kernel's ranks.
+        local_rank: this rank among them.
+        timeout_s: how long ranks had to come.
+    """
+    what = f"rank {ranks[local_rank]}: collective {number} ({in_words(call)})"
+    if failure.status is Status.MISMATCH:
+        return RanksOutOfStepError(
+            f"{what} failed, because the ranks made different calls: {_calls_in_words(failure.calls, ranks)}. "
+            "Nothing was moved. All ranks must make the same calls in the same order"
+        )
+    culprits = [rank for rank in failure.culprits if rank != local_rank]
+    named = ", ".join(f"rank {ranks[rank]}" for rank in culprits) or "a rank"
+    if failure.status is Status.LOST:
+        return PeerLostError(
+            f"{what} failed, because the process of {named} is gone; look for the first error in its output"
+        )
+    if failure.status is Status.TIMED_OUT and local_rank in failure.culprits:
+        return CollectiveTimeoutError(
+            f"{what} failed, because this rank came too late: another one had given up after waiting {timeout_s:g} s"
+        )
+    if failure.status is Status.TIMED_OUT:
+        return CollectiveTimeoutError(
+            f"{what} failed, because {named} did not come before the timeout of {timeout_s:g} s: stuck, stopped, "
+            "slower than the process group's timeout, or out of data while others still have some"
+        )
+    if failure.status is Status.FORKED:
+        return CommunicationError(f"{what} failed, because a forked process cannot use its parent's process group")
+    return CommunicationError(f"{what} failed, because the process group was shut down meanwhile")
+
+
+def _calls_in_words(calls: list[Call], ranks: list[int]) -> str:
+    callers: dict[str, list[int]] = {}
+    for rank, call in zip(ranks, calls, strict=True):
+        callers.setdefault(in_words(call), []).append(rank)
+    return "; ".join(
+        f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who))} called {words}"
+        for words, who in callers.items()
+    )

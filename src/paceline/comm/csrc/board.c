@@ -1,0 +1,155 @@
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "group.h"
+
+/* Between two looks at the deadline and at the peers. */
+static const double LOOK_S = 0.05;
+
+static inline void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+struct timespec pl_after(double seconds)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const double bounded = seconds < 1e9 ? seconds : 1e9;
+    const int64_t nanoseconds = now.tv_nsec + (int64_t)(bounded * 1e9);
+    return (struct timespec){now.tv_sec + nanoseconds / 1000000000, nanoseconds % 1000000000};
+}
+
+double pl_seconds_until(const struct timespec *when)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)(when->tv_sec - now.tv_sec) + (double)(when->tv_nsec - now.tv_nsec) * 1e-9;
+}
+
+void pl_sleep_on(_Atomic uint32_t *word, uint32_t seen, double seconds, bool across_processes)
+{
+    if (seconds <= 0)
+        return;
+    const double bounded = seconds < 3600 ? seconds : 3600;
+    const struct timespec limit = {(time_t)bounded, (long)((bounded - (double)(time_t)bounded) * 1e9)};
+    const int operation = across_processes ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE;
+    syscall(SYS_futex, (uint32_t *)word, operation, seen, &limit, NULL, 0);
+}
+
+void pl_wake_all(_Atomic uint32_t *word, bool across_processes)
+{
+    syscall(SYS_futex, (uint32_t *)word, across_processes ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE, 1 << 30, NULL, NULL, 0);
+}
+
+void pl_arrive(pl_group *group)
+{
+    pl_board *board = group->board;
+    const uint32_t phase = ++group->phase;
+    atomic_store_explicit(&pl_seat_of(group, group->rank)->phase, phase, memory_order_relaxed);
+    if (atomic_fetch_add(&board->arrived, 1) + 1 < (uint32_t)group->size)
+        return;
+    atomic_store_explicit(&board->arrived, 0, memory_order_relaxed);
+    atomic_store(&board->epoch, phase);
+    if (atomic_load(&board->sleepers))
+        pl_wake_all(&board->epoch, true);
+}
+
+static bool all_came(const pl_group *group)
+{
+    return (int32_t)(atomic_load(&group->board->epoch) - group->phase) >= 0;
+}
+
+/* The first rank to give up names the culprits; all others repeat what it said. */
+static int give_up(pl_group *group, int status, const bool *culprits)
+{
+    pl_board *board = group->board;
+    uint32_t nobody = 0;
+    if (atomic_compare_exchange_strong(&board->accused, &nobody, 1)) {
+        for (int r = 0; r < group->size; r++)
+            atomic_store(&pl_seat_of(group, r)->culprit, culprits[r]);
+        atomic_store(&board->failure, (uint32_t)status);
+        pl_wake_all(&board->epoch, true);
+        return status;
+    }
+    const struct timespec enough = pl_after(1.0); /* it may die in between */
+    while (!atomic_load(&board->failure) && pl_seconds_until(&enough) > 0)
+        relax();
+    return atomic_load(&board->failure) ? (int)atomic_load(&board->failure) : status;
+}
+
+/* Whether processes of other ranks are gone: their ends of the sockets closed. */
+static bool find_lost(const pl_group *group, bool *lost)
+{
+    struct pollfd polled[group->size];
+    for (int r = 0; r < group->size; r++)
+        polled[r] = (struct pollfd){.fd = group->sockets[r], .events = POLLRDHUP};
+    bool any = false;
+    if (poll(polled, (nfds_t)group->size, 0) <= 0)
+        return false;
+    for (int r = 0; r < group->size; r++) {
+        lost[r] = polled[r].fd >= 0 && polled[r].revents;
+        any |= lost[r];
+    }
+    return any;
+}
+
+static int look_around(pl_group *group, const struct timespec *deadline)
+{
+    bool culprits[group->size];
+    for (int r = 0; r < group->size; r++)
+        culprits[r] = false;
+    const bool lost = find_lost(group, culprits);
+    if (all_came(group))
+        return PL_OK;
+    if (lost)
+        return give_up(group, PL_LOST, culprits);
+    if (pl_seconds_until(deadline) > 0)
+        return PL_PENDING;
+    for (int r = 0; r < group->size; r++)
+        culprits[r] = (int32_t)(atomic_load(&pl_seat_of(group, r)->phase) - group->phase) < 0;
+    return give_up(group, PL_TIMED_OUT, culprits);
+}
+
+int pl_meet(pl_group *group, const struct timespec *deadline, double patience_s)
+{
+    pl_board *board = group->board;
+    for (int i = 0; i < group->spins; i++) {
+        if (all_came(group))
+            return PL_OK;
+        relax();
+    }
+    const struct timespec patience = pl_after(patience_s < 0 ? 0 : patience_s);
+    while (true) {
+        const uint32_t epoch = atomic_load(&board->epoch);
+        if (all_came(group))
+            return PL_OK;
+        if (atomic_load(&board->failure))
+            return (int)atomic_load(&board->failure);
+        if (atomic_load(&group->closing))
+            return PL_CLOSED;
+        double nap = pl_seconds_until(deadline);
+        nap = nap < LOOK_S ? nap : LOOK_S;
+        if (patience_s >= 0) {
+            const double left = pl_seconds_until(&patience);
+            if (left <= 0)
+                return PL_PENDING;
+            nap = nap < left ? nap : left;
+        }
+        atomic_fetch_add(&board->sleepers, 1);
+        /* A failure raised between the look above and here is seen one nap later. */
+        pl_sleep_on(&board->epoch, epoch, nap, true);
+        atomic_fetch_sub(&board->sleepers, 1);
+        const int status = look_around(group, deadline);
+        if (status != PL_PENDING)
+            return status;
+    }
+}

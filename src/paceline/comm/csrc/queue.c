@@ -1,0 +1,329 @@
+/* Operations wait in a queue; whoever has time runs the first one: the group's thread, or a caller of pl_wait.
+ *
+ * A caller that waits at once saves the hand-over to the thread. When the other ranks are not there soon,
+ * it leaves the operation, begun, to the thread, and can look at signals meanwhile. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "group.h"
+
+static const double CALLER_PATIENCE_S = 0.002;
+
+int pl_abi(void)
+{
+    return PL_ABI;
+}
+
+size_t pl_board_bytes(int size)
+{
+    return sizeof(pl_board) + (size_t)size * sizeof(pl_seat);
+}
+
+/* ---- forked children --------------------------------------------------------------------------------------
+ * A DataLoader worker must neither keep a dead rank's sockets open, nor its memory. The mappings are not
+ * inherited (MADV_DONTFORK); descriptors are closed here. */
+
+static pthread_mutex_t open_groups_lock = PTHREAD_MUTEX_INITIALIZER;
+static pl_group *open_groups;
+static pthread_once_t fork_handlers_once = PTHREAD_ONCE_INIT;
+
+static void before_fork(void)
+{
+    pthread_mutex_lock(&open_groups_lock);
+}
+
+static void after_fork_in_parent(void)
+{
+    pthread_mutex_unlock(&open_groups_lock);
+}
+
+static void after_fork_in_child(void)
+{
+    for (pl_group *group = open_groups; group; group = group->next_open)
+        for (int i = 0; i < group->n_fds; i++)
+            close(group->fds[i]);
+    open_groups = NULL;
+    pthread_mutex_unlock(&open_groups_lock);
+}
+
+static void install_fork_handlers(void)
+{
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+static void list_as_open(pl_group *group)
+{
+    pthread_once(&fork_handlers_once, install_fork_handlers);
+    pthread_mutex_lock(&open_groups_lock);
+    group->next_open = open_groups;
+    open_groups = group;
+    pthread_mutex_unlock(&open_groups_lock);
+}
+
+static void unlist(pl_group *group)
+{
+    pthread_mutex_lock(&open_groups_lock);
+    for (pl_group **link = &open_groups; *link; link = &(*link)->next_open)
+        if (*link == group) {
+            *link = group->next_open;
+            break;
+        }
+    pthread_mutex_unlock(&open_groups_lock);
+}
+
+/* ---- groups ----------------------------------------------------------------------------------------------- */
+
+static void free_group(pl_group *group)
+{
+    if (group) {
+        free(group->sockets);
+        free(group->fds);
+    }
+    free(group);
+}
+
+static int *copy_of(const int *values, int n)
+{
+    int *copy = malloc((size_t)(n ? n : 1) * sizeof *copy);
+    if (copy && n)
+        memcpy(copy, values, (size_t)n * sizeof *copy);
+    return copy;
+}
+
+pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t stage_bytes,
+                  const int *sockets, const int *fds, int n_fds, int spins)
+{
+    pl_group *group = calloc(1, sizeof *group + (size_t)size * sizeof group->arenas[0]);
+    if (!group)
+        return NULL;
+    group->rank = rank;
+    group->size = size;
+    group->board = board;
+    group->stage_bytes = stage_bytes;
+    group->spins = spins;
+    group->owner = getpid();
+    group->sockets = copy_of(sockets, size);
+    group->fds = copy_of(fds, n_fds);
+    group->n_fds = n_fds;
+    if (!group->sockets || !group->fds) {
+        free_group(group);
+        return NULL;
+    }
+    memcpy(group->arenas, arenas, (size_t)size * sizeof group->arenas[0]);
+    pthread_mutex_init(&group->lock, NULL);
+    pthread_cond_init(&group->changed, NULL);
+    list_as_open(group);
+    return group;
+}
+
+/* ---- operations ------------------------------------------------------------------------------------------- */
+
+static void drop(pl_op *op)
+{
+    if (atomic_fetch_sub(&op->holders, 1) > 1)
+        return;
+    free(op->calls);
+    free(op);
+}
+
+static void complete(pl_group *group, pl_op *op, int status)
+{
+    if (status == PL_LOST || status == PL_TIMED_OUT)
+        for (int r = 0; r < group->size; r++)
+            op->culprits[r] = atomic_load(&pl_seat_of(group, r)->culprit);
+    atomic_store(&op->status, (uint32_t)status);
+    pl_wake_all(&op->status, false);
+    drop(op);
+}
+
+/* Runs the first operation of the queue, unless somebody is at it. Returns whether one was completed. */
+static bool run_first(pl_group *group, double patience_s)
+{
+    pthread_mutex_lock(&group->lock);
+    pl_op *op = group->head;
+    if (group->running || !op) {
+        pthread_mutex_unlock(&group->lock);
+        return false;
+    }
+    group->running = true;
+    pthread_mutex_unlock(&group->lock);
+
+    const int status = pl_execute(group, op, patience_s);
+
+    pthread_mutex_lock(&group->lock);
+    group->running = false;
+    if (status != PL_PENDING) {
+        group->head = op->next;
+        complete(group, op, status);
+    }
+    if (group->head || atomic_load(&group->closing))
+        pthread_cond_broadcast(&group->changed);
+    pthread_mutex_unlock(&group->lock);
+    return status != PL_PENDING;
+}
+
+static void *run_all(void *argument)
+{
+    pl_group *group = argument;
+    while (true) {
+        pthread_mutex_lock(&group->lock);
+        while (!atomic_load(&group->closing) && (group->running || !group->head))
+            pthread_cond_wait(&group->changed, &group->lock);
+        const bool over = atomic_load(&group->closing);
+        pthread_mutex_unlock(&group->lock);
+        if (over)
+            return NULL;
+        run_first(group, -1);
+    }
+}
+
+/* With the lock held. Signals are for the threads of the program. */
+static bool start_thread(pl_group *group)
+{
+    if (group->has_thread)
+        return true;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    group->has_thread = pthread_create(&group->thread, NULL, run_all, group) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return group->has_thread;
+}
+
+pl_op *pl_submit(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s, int begin_now)
+{
+    if (group->owner != getpid()) {
+        errno = ECHILD;
+        return NULL;
+    }
+    pl_op *op = calloc(1, sizeof *op + (size_t)group->size);
+    if (!op)
+        return NULL;
+    op->calls = calloc((size_t)group->size, sizeof *op->calls);
+    op->call = *call;
+    op->in = in;
+    op->out = out;
+    op->timeout_s = timeout_s;
+    op->size = group->size;
+    atomic_store(&op->status, PL_PENDING);
+    atomic_store(&op->holders, 2);
+
+    pthread_mutex_lock(&group->lock);
+    if (!op->calls || !start_thread(group)) {
+        pthread_mutex_unlock(&group->lock);
+        free(op->calls);
+        free(op);
+        return NULL;
+    }
+    op->number = ++group->submitted;
+    if (group->head)
+        group->tail->next = op;
+    else
+        group->head = op;
+    group->tail = op;
+    if (begin_now)
+        pthread_cond_signal(&group->changed);
+    pthread_mutex_unlock(&group->lock);
+    return op;
+}
+
+int pl_wait(pl_group *group, pl_op *op, double patience_s)
+{
+    const struct timespec until = pl_after(patience_s);
+    while (atomic_load(&op->status) == PL_PENDING) {
+        if (group->owner != getpid())
+            return PL_FORKED;
+        const double left = pl_seconds_until(&until);
+        if (left <= 0)
+            break;
+        if (!run_first(group, left < CALLER_PATIENCE_S ? left : CALLER_PATIENCE_S))
+            pl_sleep_on(&op->status, PL_PENDING, left, false);
+    }
+    return (int)atomic_load(&op->status);
+}
+
+int pl_status_of(const pl_op *op)
+{
+    return (int)atomic_load(&op->status);
+}
+
+uint64_t pl_number_of(const pl_op *op)
+{
+    return op->number;
+}
+
+void pl_culprits(const pl_op *op, uint8_t *by_rank)
+{
+    memcpy(by_rank, op->culprits, (size_t)op->size);
+}
+
+void pl_calls(const pl_op *op, pl_call *by_rank)
+{
+    memcpy(by_rank, op->calls, (size_t)op->size * sizeof *by_rank);
+}
+
+void pl_op_free(pl_op *op)
+{
+    drop(op);
+}
+
+void pl_close(pl_group *group)
+{
+    if (group->owner != getpid())
+        return; /* a forked child: neither thread nor memory are its own */
+    unlist(group);
+    pthread_mutex_lock(&group->lock);
+    atomic_store(&group->closing, true);
+    pthread_cond_broadcast(&group->changed);
+    const bool has_thread = group->has_thread;
+    pthread_mutex_unlock(&group->lock);
+    if (has_thread)
+        pthread_join(group->thread, NULL);
+    pthread_mutex_lock(&group->lock);
+    while (group->running)
+        pthread_cond_wait(&group->changed, &group->lock);
+    pl_op *op = group->head;
+    pthread_mutex_unlock(&group->lock);
+    while (op) {
+        pl_op *next = op->next;
+        complete(group, op, PL_CLOSED);
+        op = next;
+    }
+    pthread_cond_destroy(&group->changed);
+    pthread_mutex_destroy(&group->lock);
+    free_group(group);
+}
+
+/* ---- memory ----------------------------------------------------------------------------------------------- */
+
+void *pl_map(int fd, size_t bytes)
+{
+    void *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (address == MAP_FAILED)
+        return NULL;
+    madvise(address, bytes, MADV_DONTFORK);
+    madvise(address, bytes, MADV_DONTDUMP);
+    madvise(address, bytes, MADV_HUGEPAGE); /* where the host allows them for shared memory */
+    return address;
+}
+
+int pl_unmap(void *address, size_t bytes)
+{
+    return munmap(address, bytes) ? errno : 0;
+}
+
+int pl_reserve(int fd, size_t offset, size_t bytes)
+{
+    return fallocate(fd, 0, (off_t)offset, (off_t)bytes) ? errno : 0;
+}
+
+int pl_release(int fd, size_t offset, size_t bytes)
+{
+    return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)bytes) ? errno : 0;
+}

@@ -1,0 +1,416 @@
+"""The ``shm`` process group: ranks of one host move tensors through memory they share.
+
+    import paceline
+    torch.distributed.init_process_group("shm")
+
+It is a ``torch.distributed.ProcessGroup``, so torch's own DDP, FSDP and Accelerate run on it
+as well. Collectives that the kernel has (all_reduce, reduce, broadcast, all_gather,
+reduce_scatter, all_to_all of equal parts, barrier) go there; every other one goes to the Gloo
+group inside, which also serves all of them where ranks cannot share memory.
+
+A tensor from ``allocate_tensor`` lies where the other ranks can read it and is reduced in
+place; any other is copied through in pieces. Results do not depend on which it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm import hosts
+from paceline.comm.calls import BYTES, LABELS, TYPES, error_for, reduction_of
+from paceline.comm.native import NOWHERE, Call, Group, Kind, Operation, Status
+from paceline.comm.work import FutureKeeper, JoinedWork, SharedMemoryWork
+from paceline.errors import CommunicationError
+
+logger = logging.getLogger("paceline")
+
+_CPU = torch.device("cpu")
+
+
+class SharedMemory:
+    """What the ranks of one host share, and the operations in flight.
+
+    Args:
+        neighbours: the host's ranks, connected.
+        global_ranks: their ranks in the whole job, for messages.
+    """
+
+    def __init__(self, neighbours: hosts.Neighbours, global_ranks: list[int]) -> None:
+        self.neighbours = neighbours
+        self.global_ranks = global_ranks
+        self.arena = neighbours.arena
+        self.keeper = FutureKeeper()
+        self._kernel = neighbours.open()
+        self._in_flight: deque[SharedMemoryWork] = deque()
+        self._close = weakref.finalize(self, _close, self._kernel, neighbours, self.keeper)
+        self._close.atexit = False
+
+    def start(
+        self,
+        call: Call,
+        source: Tensor | None,
+        target: Tensor | None,
+        timeout_s: float,
+        begin_now: bool,
+        results: Sequence[Tensor] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> SharedMemoryWork:
+        """Queue a collective on contiguous tensors.
+
+        Args:
+            call: what to do; its ``place`` is filled in here.
+            source: the input.
+            target: the output, may be the input.
+            timeout_s: how long the other ranks may take.
+            begin_now: begin before anybody waits for it.
+            results: what the work's future yields.
+            finish: called once when it is done, to bring the result where it belongs.
+        """
+        if not self._close.alive:
+            raise CommunicationError("this process group was shut down; make a new one")
+        begin = source.data_ptr() if source is not None else 0
+        call.place = NOWHERE
+        if source is not None and source.numel():
+            call.place = self.arena.place_of(begin, source.nbytes)
+        end = target.data_ptr() if target is not None else 0
+        try:
+            operation = self._kernel.submit(call, begin, end, timeout_s, begin_now)
+        except ChildProcessError:
+            raise CommunicationError(
+                "a forked process cannot use its parent's process group; start workers that need "
+                "collectives before init_process_group, or with the spawn method"
+            ) from None
+        failed = partial(self._error_for, call, timeout_s)
+        kept = (self, source, target)
+        work = SharedMemoryWork(operation, results, finish, failed, self.keeper, kept)
+        if begin_now:
+            self._keep_until_done(work)
+        return work
+
+    def close(self) -> None:
+        """Leave the group; what is in flight fails."""
+        self._close()
+
+    def _keep_until_done(self, work: SharedMemoryWork) -> None:
+        """A caller may drop its work at once: memory in use must live on all the same."""
+        while self._in_flight and self._in_flight[0].is_completed():
+            self._in_flight.popleft()
+        self._in_flight.append(work)
+
+    def _error_for(self, call: Call, timeout_s: float, operation: Operation) -> CommunicationError:
+        ranks, local_rank = self.global_ranks, self.neighbours.local_rank
+        return error_for(operation.failure(), call, operation.number, ranks, local_rank, timeout_s)
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A process group whose ranks share memory.
+
+    Args:
+        store: shared by exactly these ranks.
+        rank: this rank in the group.
+        size: number of ranks.
+        timeout: how long a collective waits for the others.
+        global_ranks: the ranks' numbers in the whole job.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]
+    ) -> None:
+        super().__init__(rank, size)  # the only form that a Python class can extend
+        self._timeout_s = timeout.total_seconds()
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+        gloo._set_sequence_number_for_group()
+        self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._memory = _share(store, rank, size, list(global_ranks) or list(range(size)))
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether ``allocate_tensor`` serves this device."""
+        return self._memory is not None and torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A 1-d tensor of zeros that collectives of this group work on in place.
+
+        Args:
+            size: number of elements.
+            dtype: any dtype.
+            device: the CPU.
+
+        Raises:
+            MemoryError: there is not that much memory.
+        """
+        assert self._memory is not None
+        return self._memory.arena.allocate(size, dtype)
+
+    # -- collectives of the kernel ----------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Reduce tensors over all ranks, in place, on all of them."""
+        tensors, opts = _listed(tensors), _options(dist.AllreduceOptions, opts, timeout)
+        works = [self._reduce(Kind.all_reduce, tensor, opts, root=0) for tensor in tensors]
+        if None in works:
+            return super().allreduce(tensors, opts)
+        return _joined(works)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce several tensors over all ranks, in place."""
+        return self.allreduce(tensors, opts or dist.AllreduceOptions())
+
+    def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> dist.Work:
+        """Reduce a tensor over all ranks into that of the root; the others' tensors stay as they are."""
+        if not isinstance(opts, dist.ReduceOptions):
+            return super().reduce(tensors, opts, *more)
+        (tensor,) = tensors
+        return self._reduce(Kind.reduce, tensor, opts, opts.rootRank) or super().reduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Copy the root's tensor into all ranks' tensors."""
+        tensors = _listed(tensors)
+        if not isinstance(opts, dist.BroadcastOptions):
+            root, opts = opts or 0, dist.BroadcastOptions()
+            opts.rootRank = root
+        (tensor,) = tensors
+        if not self._serves(tensor):
+            return super().broadcast(tensors, opts)
+        flat = _flat(tensor)
+        call = _copy_call(Kind.broadcast, tensor, tensor.nbytes, opts.rootRank)
+        return self._start(call, flat, flat, opts, [tensor], _copy_back(tensor, flat))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Gather every rank's tensor, one after the other, into one tensor on all ranks."""
+        opts = opts or _new_options("AllgatherOptions")
+        if not self._serves(output, input) or output.numel() != input.numel() * self.size():
+            return super().all_gather_single(output, input, opts)
+        source, target = _flat(input), _flat(output)
+        call = _copy_call(Kind.all_gather, input, input.nbytes)
+        return self._start(call, source, target, opts, [output], _copy_back(output, target))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Gather every rank's tensor into a list of tensors on all ranks."""
+        targets, source = (outputs, inputs) if isinstance(inputs, Tensor) else (outputs[0], inputs[0])
+        opts = opts or _new_options("AllgatherOptions")
+        alike = all(t.shape == source.shape and t.dtype == source.dtype for t in targets)
+        if not self._serves(source, *targets) or not alike or len(targets) != self.size():
+            return super().allgather(outputs, inputs, opts)
+        gathered = source.new_empty((len(targets), *source.shape))
+        call = _copy_call(Kind.all_gather, source, source.nbytes)
+        finish = partial(_copy_all, targets, gathered)
+        return self._start(call, _flat(source), gathered, opts, targets, finish)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Reduce a tensor over all ranks and give each its part."""
+        opts = opts or _new_options("ReduceScatterOptions")
+        work = None
+        if input.numel() == output.numel() * self.size():
+            work = self._reduce_scatter(output, input, opts)
+        return work or super().reduce_scatter_single(output, input, opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
+        """Reduce a list of tensors over all ranks and give each one of them."""
+        if isinstance(outputs, Tensor) or more:
+            return super().reduce_scatter(outputs, inputs, opts, *more)
+        opts = opts or _new_options("ReduceScatterOptions")
+        (output,), (sources,) = outputs, inputs
+        work = None
+        if all(t.shape == output.shape and t.dtype == output.dtype for t in sources):
+            work = self._reduce_scatter(output, torch.stack(list(sources)), opts)
+        return work or super().reduce_scatter(outputs, inputs, opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None
+    ) -> dist.Work:
+        """Send part r of the input to rank r; receive rank r's part as part r of the output."""
+        opts = opts or dist.AllToAllOptions()
+        equal = not output_split_sizes and not input_split_sizes and input.numel() % self.size() == 0
+        if not equal or not self._serves(output, input) or output.numel() != input.numel():
+            splits = (output_split_sizes, input_split_sizes)
+            return super().all_to_all_single(output, input, *splits, opts)
+        source, target = _flat(input), _flat(output)
+        call = _copy_call(Kind.all_to_all, input, input.nbytes // self.size())
+        return self._start(call, source, target, opts, [output], _copy_back(output, target))
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Wait until all ranks are here."""
+        if isinstance(opts, timedelta):
+            opts, timeout = None, opts
+        opts = _options(dist.BarrierOptions, opts, timeout)
+        if self._memory is None:
+            return super().barrier(opts)
+        call = Call(Kind.barrier, 0, BYTES, 0, 0, 0, 0, NOWHERE, 1.0)
+        return self._start(call, None, None, opts, [], None)
+
+    # Several tensors at once, and the names under which older callers know some of the above.
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """``all_gather_single`` of several tensors."""
+        return _joined([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """``reduce_scatter_single`` of several tensors."""
+        return _joined([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long collectives that start from now on wait for the other ranks."""
+        self._timeout_s = timeout.total_seconds()
+        super().set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._leave()
+        super().shutdown()
+
+    def abort(self) -> None:
+        """Leave the group; what is in flight fails."""
+        self._leave()
+        super().abort()
+
+    # -- below ----------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+    def _serves(self, *tensors: Tensor) -> bool:
+        return self._memory is not None and all(
+            t.device.type == "cpu" and t.layout is torch.strided and not t.is_quantized for t in tensors
+        )
+
+    def _start(
+        self,
+        call: Call,
+        source: Tensor | None,
+        target: Tensor | None,
+        opts: Any,
+        results: Sequence[Tensor],
+        finish: Callable[[], None] | None,
+    ) -> dist.Work:
+        assert self._memory is not None
+        own = opts.timeout.total_seconds()
+        timeout_s = own if own > 0 else self._timeout_s
+        return self._memory.start(call, source, target, timeout_s, opts.asyncOp, results, finish)
+
+    def _reduce(self, kind: Kind, tensor: Tensor, opts: Any, root: int) -> dist.Work | None:
+        """None when the kernel does not do it."""
+        if not self._serves(tensor):
+            return None
+        wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        reduction = reduction_of(opts.reduceOp, wire.dtype)
+        if reduction is None:
+            return None
+        flat = _flat(wire)
+        call = _reduce_call(kind, tensor, wire, reduction, wire.numel(), root)
+        returns = kind is Kind.all_reduce or root == self.rank()
+        return self._start(call, flat, flat, opts, [tensor], _copy_back(wire, flat) if returns else None)
+
+    def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work | None:
+        if not self._serves(output, input) or output.dtype != input.dtype:
+            return None
+        sources, results = (torch.view_as_real(t) if t.is_complex() else t for t in (input, output))
+        reduction = reduction_of(opts.reduceOp, results.dtype)
+        if reduction is None:
+            return None
+        source, target = _flat(sources), _flat(results)
+        call = _reduce_call(Kind.reduce_scatter, output, results, reduction, results.numel(), 0)
+        return self._start(call, source, target, opts, [output], _copy_back(results, target))
+
+
+def create_group(options: Any, _: Any) -> dist.ProcessGroup:
+    """What torch.distributed calls for backend "shm"."""
+    ranks = options.global_ranks_in_group
+    return SharedMemoryGroup(options.store, options.group_rank, options.group_size, options.timeout, ranks)
+
+
+def _share(store: dist.Store, rank: int, size: int, global_ranks: list[int]) -> SharedMemory | None:
+    """The memory of this group's ranks, or None when they are to talk through Gloo; the same on all."""
+    layout = hosts.same_host(store, rank, size)
+    joined = hosts.join(store, layout) if len(layout.hosts) == 1 else "the ranks are on several hosts"
+    reason = hosts.all_agree(store, rank, size, joined if isinstance(joined, str) else None)
+    if rank == 0:
+        logger.info("shm: %s", layout.in_words() if reason is None else f"Gloo serves, because {reason}")
+    if isinstance(joined, str):
+        return None
+    if reason is not None:
+        joined.disconnect()
+        return None
+    return SharedMemory(joined, global_ranks)
+
+
+def _close(kernel: Group, neighbours: hosts.Neighbours, keeper: FutureKeeper) -> None:
+    kernel.close()
+    neighbours.disconnect()
+    keeper.stop()
+
+
+def _reduce_call(
+    kind: Kind, tensor: Tensor, wire: Tensor, reduction: tuple[int, float], count: int, root: int
+) -> Call:
+    number, factor = reduction
+    return Call(kind, number, TYPES[wire.dtype], LABELS[tensor.dtype], root, 0, count, NOWHERE, factor)
+
+
+def _copy_call(kind: Kind, tensor: Tensor, nbytes: int, root: int = 0) -> Call:
+    return Call(kind, 0, BYTES, LABELS[tensor.dtype], root, 0, nbytes, NOWHERE, 1.0)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The tensor itself if its memory is its values in order, else a copy of which that is true."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _copy_back(tensor: Tensor, flat: Tensor) -> Callable[[], None] | None:
+    return None if flat is tensor else partial(tensor.copy_, flat)  # type: ignore[arg-type]
+
+
+def _copy_all(targets: Sequence[Tensor], gathered: Tensor) -> None:
+    torch._foreach_copy_(list(targets), list(gathered))
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _options(kind: Any, given: Any, timeout: timedelta | None) -> Any:
+    """The options object for any of the ways in which torch lets a collective be called."""
+    if given is not None and hasattr(given, "asyncOp"):
+        return given
+    options = kind()
+    if given is not None:
+        options.reduceOp = given
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def _new_options(name: str) -> Any:
+    return getattr(torch._C._distributed_c10d, name)()
+
+
+def _joined(works: list[Any]) -> dist.Work:
+    return works[0] if len(works) == 1 else JoinedWork(works)
