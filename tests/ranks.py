@@ -37,6 +37,9 @@ from typing import Any
 _PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel.distributed"]
 _PR_SET_PDEATHSIG = 1
 
+# Of the process group each rank finds, where a test does not say; the suites run on others as well.
+BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "gloo")
+
 
 class RankError(AssertionError):
     """A rank raised, died, or did not end in time; the text carries its traceback."""
@@ -84,7 +87,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = 60.0,
-    backend: str | None = "gloo",
+    backend: str | None = BACKEND,
     group_timeout: float = 30.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
@@ -116,7 +119,7 @@ def rank_outcomes(
     world_size: int,
     *args: Any,
     timeout: float = 60.0,
-    backend: str | None = "gloo",
+    backend: str | None = BACKEND,
     group_timeout: float = 30.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Outcome]:

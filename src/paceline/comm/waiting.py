@@ -102,16 +102,11 @@ class Peers:
             PeerLostError: some rank's process is gone; it is named.
             CommunicationError: the collective failed for another reason.
         """
-        try:
-            if _wait_slice(work):
-                return
-            with self._standing_in_line(what()):
-                while not _wait_slice(work):
-                    self._look_around(what())
-        except CommunicationError:
-            raise
-        except RuntimeError as error:
-            raise self.explain(error, what()) from error
+        if self._wait_slice(work, what):
+            return
+        with self._standing_in_line(what()):
+            while not self._wait_slice(work, what):
+                self._look_around(what())
 
     def explain(self, error: RuntimeError, what: str) -> CommunicationError:
         """Turn a group's error into one that names the ranks behind it.
@@ -120,6 +115,8 @@ class Peers:
             error: what the process group raised.
             what: what this rank was waiting for.
         """
+        if isinstance(error, CommunicationError):  # the group knows the ranks itself
+            return type(error)(f"rank {self.rank}: {what} failed. The process group said: {error}")
         timed_out = "timed out" in str(error).lower()
         cause = self._cause_told_by_others()
         if cause is None and timed_out:
@@ -130,6 +127,12 @@ class Peers:
                 return CommunicationError(f"rank {self.rank}: {what} failed in the process group: {error}")
             cause = Cause("lost", lost) if lost else Cause("left", self._absent_ranks())
         return self._failure(cause, what, f" The process group said: {error}")
+
+    def _wait_slice(self, work: dist.Work, what: Callable[[], str]) -> bool:
+        try:
+            return _wait_slice(work)
+        except RuntimeError as error:
+            raise self.explain(error, what()) from error
 
     def _look_around(self, what: str) -> None:
         """Raise if another rank is gone, or has told why it gave up."""

@@ -25,6 +25,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.memory import Allocate
+
 # A gradient of at least this many bytes is copied into its slot as soon as it is there, so
 # that memory holds it once; smaller ones wait for their bucket and are copied in one call.
 COPY_AT_ONCE_BYTES = 64 * 1024
@@ -117,9 +119,12 @@ class DenseBucket:
         tail_numel: extra elements behind the gradients, averaged along with them.
         keep_shared: whether a slot that the user still holds (a ``.grad`` kept across
             ``zero_grad``) must not be overwritten.
+        allocate: makes the storage.
     """
 
-    def __init__(self, index: int, slots: list[Slot], tail_numel: int, keep_shared: bool) -> None:
+    def __init__(
+        self, index: int, slots: list[Slot], tail_numel: int, keep_shared: bool, allocate: Allocate
+    ) -> None:
         self.index = index
         self.slots = slots
         self.missing: list[Slot] = []
@@ -128,6 +133,7 @@ class DenseBucket:
         self.numel = sum(slot.parameter.numel() for slot in slots)
         self._tail_numel = tail_numel
         self._keep_shared = keep_shared
+        self._allocate = allocate
         self._storage: Tensor | None = None
         self._addresses: list[int] = []  # where the slots' views belong
         for slot in slots:
@@ -220,7 +226,8 @@ class DenseBucket:
     def _allocated(self) -> Tensor:
         if self._storage is None:
             first = self.slots[0].parameter
-            self._storage = first.new_zeros(self.numel + self._tail_numel, requires_grad=False)
+            numel = self.numel + self._tail_numel
+            self._storage = self._allocate(numel, dtype=first.dtype, device=first.device)
             self._make_views(self._storage)
         return self._storage
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.comm.memory import Allocate, plain_memory
 from paceline.engine.bucket import Bucket, DenseBucket, Slot, SparseBucket
 from paceline.engine.callbacks import call_weakly
 from paceline.engine.parameters import TrainedParameters
@@ -34,6 +35,7 @@ class BucketLayout:
         keep_shared: see ``DenseBucket``.
         on_gradient: a bound method, called with the slot after each accumulation into its parameter's
             ``.grad`` as long as its object lives.
+        allocate: makes the buckets' storage.
         tail_alone: whether the tail never travels in a bucket.
         always_trailing: names of parameters that travel in trailing buckets from the start.
     """
@@ -45,6 +47,7 @@ class BucketLayout:
         caps: BucketCaps,
         keep_shared: bool,
         on_gradient: Callable[[Slot], None],
+        allocate: Allocate = plain_memory,
         tail_alone: bool = False,
         always_trailing: Set[str] = frozenset(),
     ) -> None:
@@ -53,6 +56,7 @@ class BucketLayout:
         self._caps = caps
         self._keep_shared = keep_shared
         self._on_gradient = weakref.WeakMethod(on_gradient)
+        self._allocate = allocate
         self._tail_alone = tail_alone
         self._always_trailing = always_trailing
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -106,7 +110,9 @@ class BucketLayout:
             return last.tail
         if self._separate_tail is None:
             device = last.slots[0].parameter.device
-            self._separate_tail = torch.zeros(self.tail_layout.numel, dtype=torch.float32, device=device)
+            self._separate_tail = self._allocate(
+                self.tail_layout.numel, dtype=torch.float32, device=device
+            )
         return self._separate_tail
 
     def accumulates_now(self) -> bool:
@@ -149,7 +155,8 @@ class BucketLayout:
         if self._parameters.specs[indices[0]].sparse:
             return SparseBucket(position, slots[0])
         carries_tail = is_last and not self._tail_alone and slots[0].parameter.dtype in _EXACT_TO_2_TO_20
-        return DenseBucket(position, slots, self.tail_layout.numel if carries_tail else 0, self._keep_shared)
+        tail_numel = self.tail_layout.numel if carries_tail else 0
+        return DenseBucket(position, slots, tail_numel, self._keep_shared, self._allocate)
 
 
 def _remove_hooks(hooks: dict[nn.Parameter, RemovableHandle]) -> None:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.coalesced import broadcast_tensors
+from paceline.comm.memory import memory_of
 from paceline.comm.waiting import Peers
 from paceline.engine.backward_pass import BackwardPass, Lessons
 from paceline.engine.bucket import Slot
@@ -86,6 +87,7 @@ class Reducer:
             options.caps,
             options.keep_shared,
             on_gradient=self._gradient_ready,
+            allocate=memory_of(group),
             tail_alone=options.skip_unused,
             always_trailing=options.delayed,
         )
