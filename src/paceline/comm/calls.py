@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.comm.native import Call, Failure, Kind, Status
 from paceline.errors import (
@@ -46,7 +45,8 @@ LABELS = {dtype: index for index, dtype in enumerate(_LABELS)}
 
 def reduction_of(op: Any, dtype: torch.dtype) -> tuple[int, float] | None:
     """The kernel's number for a ``ReduceOp`` and what inputs are multiplied by first; None: not in the kernel."""
-    kind, supplement = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    state = op.__getstate__()  # the only way to a PREMUL_SUM's factor
+    kind, supplement = state if isinstance(state, tuple) else (op, None)
     name = kind.name
     if dtype not in TYPES or name not in REDUCTIONS or (name in _BITWISE and dtype.is_floating_point):
         return None
