@@ -74,7 +74,7 @@ class Arena:
     def place_of(self, address: int, size: int) -> int:
         """The offset of a range of memory in the arena, or ``native.NOWHERE``."""
         offset = address - self.file.address
-        return offset if 0 <= offset and offset + size <= self.file.size else native.NOWHERE
+        return offset if offset >= 0 and offset + size <= self.file.size else native.NOWHERE
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-d tensor of zeros in the arena; its pages go back with its storage.
@@ -185,7 +185,11 @@ def _cgroup_headroom() -> float:
 def _headroom_below(controllers: str, path: str) -> float:
     """The least that a cgroup and those around it allow."""
     if controllers == "memory":
-        root, limit_name, usage_name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+        root, limit_name, usage_name = (
+            Path("/sys/fs/cgroup/memory"),
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+        )
     else:
         root, limit_name, usage_name = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
     folder = root / path.lstrip("/")

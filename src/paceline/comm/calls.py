@@ -44,7 +44,7 @@ LABELS = {dtype: index for index, dtype in enumerate(_LABELS)}
 
 
 def reduction_of(op: Any, dtype: torch.dtype) -> tuple[int, float] | None:
-    """The kernel's number for a ``ReduceOp`` and what inputs are multiplied by first; None: not in the kernel."""
+    """The kernel's number for a ``ReduceOp`` and what inputs are multiplied by; None: not in the kernel."""
     state = op.__getstate__()  # the only way to a PREMUL_SUM's factor
     kind, supplement = state if isinstance(state, tuple) else (op, None)
     name = kind.name
@@ -92,8 +92,9 @@ def error_for(
     what = f"rank {ranks[local_rank]}: collective {number} ({in_words(call)})"
     if failure.status is Status.MISMATCH:
         return RanksOutOfStepError(
-            f"{what} failed, because the ranks made different calls: {_calls_in_words(failure.calls, ranks)}. "
-            "Nothing was moved. All ranks must make the same calls in the same order"
+            f"{what} failed, because the ranks made different calls: "
+            f"{_calls_in_words(failure.calls, ranks)}. Nothing was moved. "
+            "All ranks must make the same calls in the same order"
         )
     culprits = [rank for rank in failure.culprits if rank != local_rank]
     named = ", ".join(f"rank {ranks[rank]}" for rank in culprits) or "a rank"
@@ -103,15 +104,19 @@ def error_for(
         )
     if failure.status is Status.TIMED_OUT and local_rank in failure.culprits:
         return CollectiveTimeoutError(
-            f"{what} failed, because this rank came too late: another one had given up after waiting {timeout_s:g} s"
+            f"{what} failed, because this rank came too late: another one had given up "
+            f"after waiting {timeout_s:g} s"
         )
     if failure.status is Status.TIMED_OUT:
         return CollectiveTimeoutError(
-            f"{what} failed, because {named} did not come before the timeout of {timeout_s:g} s: stuck, stopped, "
-            "slower than the process group's timeout, or out of data while others still have some"
+            f"{what} failed, because {named} did not come before the timeout of {timeout_s:g} s: "
+            "stuck, stopped, slower than the process group's timeout, or out of data while "
+            "others still have some"
         )
     if failure.status is Status.FORKED:
-        return CommunicationError(f"{what} failed, because a forked process cannot use its parent's process group")
+        return CommunicationError(
+            f"{what} failed, because a forked process cannot use its parent's process group"
+        )
     return CommunicationError(f"{what} failed, because the process group was shut down meanwhile")
 
 

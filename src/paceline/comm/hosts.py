@@ -111,19 +111,21 @@ def same_host(store: dist.Store, rank: int, size: int) -> Layout:
 def join(store: dist.Store, layout: Layout) -> Neighbours | str:
     """Share memory with the other ranks of this host; says why in words when that does not work."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    address = ""
     try:
-        # First of all, and whatever happens: the others wait for it.
-        address = f"\0paceline-{secrets.token_hex(16)}"
-        listener.bind(address)
+        arena = Arena(native.STAGE_TURNS * STAGE_BYTES)
+        listener.bind(f"\0paceline-{secrets.token_hex(16)}")
         listener.listen(len(layout.neighbours))
-        store.set(f"address/{layout.rank}", address[1:])
-        neighbours = Neighbours(
-            layout.neighbours, layout.rank, Arena(native.STAGE_TURNS * STAGE_BYTES)
-        )
+        address = listener.getsockname()[1:].decode()
+    except (OSError, MemoryError, BackendUnavailableError) as error:
+        return f"rank {layout.rank} cannot share memory: {error}"
+    finally:
+        store.set(f"address/{layout.rank}", address)  # whatever happens: the others wait for it
+    try:
+        neighbours = Neighbours(layout.neighbours, layout.rank, arena)
         _connect_all(store, layout, neighbours, listener)
         return neighbours
-    except (OSError, MemoryError, BackendUnavailableError) as error:
-        store.set(f"address/{layout.rank}", "")
+    except OSError as error:
         return f"rank {layout.rank} cannot share memory: {error}"
     finally:
         listener.close()
@@ -150,6 +152,9 @@ def _identity(rank: int) -> str:
 def _connect_all(store: dist.Store, layout: Layout, neighbours: Neighbours, listener: socket.socket) -> None:
     """A connection to every other rank: to lower ones by calling, to higher ones by being called."""
     ranks, rank = layout.neighbours, layout.rank
+    addresses = {other: store.get(f"address/{other}").decode() for other in ranks}
+    if not all(addresses.values()):
+        raise OSError("another rank of this host cannot")
     token = _token(store, ranks, rank)
     board = -1
     if rank == ranks[0]:
@@ -158,7 +163,7 @@ def _connect_all(store: dist.Store, layout: Layout, neighbours: Neighbours, list
         native.reserve(board, 0, size)
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     for other in ranks[: ranks.index(rank)]:
-        connection = _call(store.get(f"address/{other}").decode(), deadline)
+        connection = _call(addresses[other], deadline)
         _say_hello(connection, token, neighbours, rank, board)
         board = _hear_hello(connection, token, neighbours, board)
     for _ in ranks[ranks.index(rank) + 1 :]:
@@ -178,8 +183,6 @@ def _token(store: dist.Store, ranks: tuple[int, ...], rank: int) -> bytes:
 
 
 def _call(address: str, deadline: float) -> socket.socket:
-    if not address:
-        raise OSError("a rank of this host gave up")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(max(0.0, deadline - time.monotonic()))
     connection.connect(f"\0{address}")

@@ -15,9 +15,6 @@ place; any other is copied through in pieces. Results do not depend on which it 
 from __future__ import annotations
 
 import logging
-import math
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -28,89 +25,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import hosts
-from paceline.comm.calls import BYTES, LABELS, TYPES, error_for, reduction_of
-from paceline.comm.native import NOWHERE, Call, Group, Kind, Operation, Status
-from paceline.comm.work import FutureKeeper, JoinedWork, SharedMemoryWork
-from paceline.errors import CommunicationError
+from paceline.comm.arena import Arena
+from paceline.comm.calls import BYTES, reduction_of
+from paceline.comm.local import SharedMemory, copy_call, reduce_call
+from paceline.comm.native import NOWHERE, Call, Kind
+from paceline.comm.several_hosts import SeveralHosts
+from paceline.comm.work import JoinedWork
 
 logger = logging.getLogger("paceline")
 
 _CPU = torch.device("cpu")
-
-
-class SharedMemory:
-    """What the ranks of one host share, and the operations in flight.
-
-    Args:
-        neighbours: the host's ranks, connected.
-        global_ranks: their ranks in the whole job, for messages.
-    """
-
-    def __init__(self, neighbours: hosts.Neighbours, global_ranks: list[int]) -> None:
-        self.neighbours = neighbours
-        self.global_ranks = global_ranks
-        self.arena = neighbours.arena
-        self.keeper = FutureKeeper()
-        self._kernel = neighbours.open()
-        self._in_flight: deque[SharedMemoryWork] = deque()
-        self._close = weakref.finalize(self, _close, self._kernel, neighbours, self.keeper)
-        self._close.atexit = False
-
-    def start(
-        self,
-        call: Call,
-        source: Tensor | None,
-        target: Tensor | None,
-        timeout_s: float,
-        begin_now: bool,
-        results: Sequence[Tensor] = (),
-        finish: Callable[[], None] | None = None,
-    ) -> SharedMemoryWork:
-        """Queue a collective on contiguous tensors.
-
-        Args:
-            call: what to do; its ``place`` is filled in here.
-            source: the input.
-            target: the output, may be the input.
-            timeout_s: how long the other ranks may take.
-            begin_now: begin before anybody waits for it.
-            results: what the work's future yields.
-            finish: called once when it is done, to bring the result where it belongs.
-        """
-        if not self._close.alive:
-            raise CommunicationError("this process group was shut down; make a new one")
-        begin = source.data_ptr() if source is not None else 0
-        call.place = NOWHERE
-        if source is not None and source.numel():
-            call.place = self.arena.place_of(begin, source.nbytes)
-        end = target.data_ptr() if target is not None else 0
-        try:
-            operation = self._kernel.submit(call, begin, end, timeout_s, begin_now)
-        except ChildProcessError:
-            raise CommunicationError(
-                "a forked process cannot use its parent's process group; start workers that need "
-                "collectives before init_process_group, or with the spawn method"
-            ) from None
-        failed = partial(self._error_for, call, timeout_s)
-        kept = (self, source, target)
-        work = SharedMemoryWork(operation, results, finish, failed, self.keeper, kept)
-        if begin_now:
-            self._keep_until_done(work)
-        return work
-
-    def close(self) -> None:
-        """Leave the group; what is in flight fails."""
-        self._close()
-
-    def _keep_until_done(self, work: SharedMemoryWork) -> None:
-        """A caller may drop its work at once: memory in use must live on all the same."""
-        while self._in_flight and self._in_flight[0].is_completed():
-            self._in_flight.popleft()
-        self._in_flight.append(work)
-
-    def _error_for(self, call: Call, timeout_s: float, operation: Operation) -> CommunicationError:
-        ranks, local_rank = self.global_ranks, self.neighbours.local_rank
-        return error_for(operation.failure(), call, operation.number, ranks, local_rank, timeout_s)
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -127,19 +51,35 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]
     ) -> None:
-        super().__init__(rank, size)  # the only form that a Python class can extend
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a Python class can extend
         self._timeout_s = timeout.total_seconds()
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
         gloo._set_sequence_number_for_group()
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._memory = _share(store, rank, size, list(global_ranks) or list(range(size)))
+        self._memory: SharedMemory | None = None  # of all ranks
+        self._hosts: SeveralHosts | None = None
+        layout, reason = hosts.same_host(store, rank, size), None
+        joined = hosts.join(store, layout)
+        reason = hosts.all_agree(store, rank, size, joined if isinstance(joined, str) else None)
+        if rank == 0:
+            logger.info("shm: %s", layout.in_words() if reason is None else f"Gloo serves, because {reason}")
+        if isinstance(joined, str):
+            return
+        if reason is not None:
+            joined.disconnect()
+            return
+        memory = SharedMemory(joined, [(list(global_ranks) or range(size))[r] for r in layout.neighbours])
+        if len(layout.hosts) == 1:
+            self._memory = memory
+        else:
+            self._hosts = SeveralHosts(memory, layout, store, timeout)
 
     # -- memory ---------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether ``allocate_tensor`` serves this device."""
-        return self._memory is not None and torch.device(device).type == "cpu"
+        return self._arena() is not None and torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-d tensor of zeros that collectives of this group work on in place.
@@ -152,15 +92,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         Raises:
             MemoryError: there is not that much memory.
         """
-        assert self._memory is not None
-        return self._memory.arena.allocate(size, dtype)
+        arena = self._arena()
+        assert arena is not None
+        return arena.allocate(size, dtype)
 
     # -- collectives of the kernel ----------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Reduce tensors over all ranks, in place, on all of them."""
         tensors, opts = _listed(tensors), _options(dist.AllreduceOptions, opts, timeout)
-        works = [self._reduce(Kind.all_reduce, tensor, opts, root=0) for tensor in tensors]
+        works = [self._all_reduce(tensor, opts) for tensor in tensors]
         if None in works:
             return super().allreduce(tensors, opts)
         return _joined(works)
@@ -186,7 +127,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not self._serves(tensor):
             return super().broadcast(tensors, opts)
         flat = _flat(tensor)
-        call = _copy_call(Kind.broadcast, tensor, tensor.nbytes, opts.rootRank)
+        call = copy_call(Kind.broadcast, tensor, tensor.nbytes, opts.rootRank)
         return self._start(call, flat, flat, opts, [tensor], _copy_back(tensor, flat))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -195,7 +136,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not self._serves(output, input) or output.numel() != input.numel() * self.size():
             return super().all_gather_single(output, input, opts)
         source, target = _flat(input), _flat(output)
-        call = _copy_call(Kind.all_gather, input, input.nbytes)
+        call = copy_call(Kind.all_gather, input, input.nbytes)
         return self._start(call, source, target, opts, [output], _copy_back(output, target))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -206,7 +147,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not self._serves(source, *targets) or not alike or len(targets) != self.size():
             return super().allgather(outputs, inputs, opts)
         gathered = source.new_empty((len(targets), *source.shape))
-        call = _copy_call(Kind.all_gather, source, source.nbytes)
+        call = copy_call(Kind.all_gather, source, source.nbytes)
         finish = partial(_copy_all, targets, gathered)
         return self._start(call, _flat(source), gathered, opts, targets, finish)
 
@@ -239,10 +180,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
             splits = (output_split_sizes, input_split_sizes)
             return super().all_to_all_single(output, input, *splits, opts)
         source, target = _flat(input), _flat(output)
-        call = _copy_call(Kind.all_to_all, input, input.nbytes // self.size())
+        call = copy_call(Kind.all_to_all, input, input.nbytes // self.size())
         return self._start(call, source, target, opts, [output], _copy_back(output, target))
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def barrier(  # type: ignore[override]
+        self, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Wait until all ranks are here."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
@@ -267,10 +210,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return _joined([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     # -- life ---------------------------------------------------------------------------------------
 
@@ -294,6 +237,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _leave(self) -> None:
         if self._memory is not None:
             self._memory.close()
+        if self._hosts is not None:
+            self._hosts.close()
+
+    def _arena(self) -> Arena | None:
+        if self._hosts is not None:
+            return self._hosts.memory.arena
+        return self._memory.arena if self._memory is not None else None
+
+    def _timeout_of(self, opts: Any) -> float:
+        own: float = opts.timeout.total_seconds()
+        return own if own > 0 else self._timeout_s
 
     def _serves(self, *tensors: Tensor) -> bool:
         return self._memory is not None and all(
@@ -307,12 +261,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         target: Tensor | None,
         opts: Any,
         results: Sequence[Tensor],
-        finish: Callable[[], None] | None,
+        finish: Callable[[], Any] | None,
     ) -> dist.Work:
         assert self._memory is not None
-        own = opts.timeout.total_seconds()
-        timeout_s = own if own > 0 else self._timeout_s
+        timeout_s = self._timeout_of(opts)
         return self._memory.start(call, source, target, timeout_s, opts.asyncOp, results, finish)
+
+    def _all_reduce(self, tensor: Tensor, opts: Any) -> dist.Work | None:
+        if self._hosts is None:
+            return self._reduce(Kind.all_reduce, tensor, opts, root=0)
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return None
+        wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return self._hosts.all_reduce(wire, opts.reduceOp, self._timeout_of(opts))
 
     def _reduce(self, kind: Kind, tensor: Tensor, opts: Any, root: int) -> dist.Work | None:
         """None when the kernel does not do it."""
@@ -323,7 +284,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if reduction is None:
             return None
         flat = _flat(wire)
-        call = _reduce_call(kind, tensor, wire, reduction, wire.numel(), root)
+        call = reduce_call(kind, tensor, wire, reduction, wire.numel(), root)
         returns = kind is Kind.all_reduce or root == self.rank()
         return self._start(call, flat, flat, opts, [tensor], _copy_back(wire, flat) if returns else None)
 
@@ -335,7 +296,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if reduction is None:
             return None
         source, target = _flat(sources), _flat(results)
-        call = _reduce_call(Kind.reduce_scatter, output, results, reduction, results.numel(), 0)
+        call = reduce_call(Kind.reduce_scatter, output, results, reduction, results.numel(), 0)
         return self._start(call, source, target, opts, [output], _copy_back(results, target))
 
 
@@ -345,38 +306,6 @@ def create_group(options: Any, _: Any) -> dist.ProcessGroup:
     return SharedMemoryGroup(options.store, options.group_rank, options.group_size, options.timeout, ranks)
 
 
-def _share(store: dist.Store, rank: int, size: int, global_ranks: list[int]) -> SharedMemory | None:
-    """The memory of this group's ranks, or None when they are to talk through Gloo; the same on all."""
-    layout = hosts.same_host(store, rank, size)
-    joined = hosts.join(store, layout) if len(layout.hosts) == 1 else "the ranks are on several hosts"
-    reason = hosts.all_agree(store, rank, size, joined if isinstance(joined, str) else None)
-    if rank == 0:
-        logger.info("shm: %s", layout.in_words() if reason is None else f"Gloo serves, because {reason}")
-    if isinstance(joined, str):
-        return None
-    if reason is not None:
-        joined.disconnect()
-        return None
-    return SharedMemory(joined, global_ranks)
-
-
-def _close(kernel: Group, neighbours: hosts.Neighbours, keeper: FutureKeeper) -> None:
-    kernel.close()
-    neighbours.disconnect()
-    keeper.stop()
-
-
-def _reduce_call(
-    kind: Kind, tensor: Tensor, wire: Tensor, reduction: tuple[int, float], count: int, root: int
-) -> Call:
-    number, factor = reduction
-    return Call(kind, number, TYPES[wire.dtype], LABELS[tensor.dtype], root, 0, count, NOWHERE, factor)
-
-
-def _copy_call(kind: Kind, tensor: Tensor, nbytes: int, root: int = 0) -> Call:
-    return Call(kind, 0, BYTES, LABELS[tensor.dtype], root, 0, nbytes, NOWHERE, 1.0)
-
-
 def _flat(tensor: Tensor) -> Tensor:
     """The tensor itself if its memory is its values in order, else a copy of which that is true."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
@@ -384,8 +313,8 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _copy_back(tensor: Tensor, flat: Tensor) -> Callable[[], None] | None:
-    return None if flat is tensor else partial(tensor.copy_, flat)  # type: ignore[arg-type]
+def _copy_back(tensor: Tensor, flat: Tensor) -> Callable[[], Any] | None:
+    return None if flat is tensor else partial(tensor.copy_, flat)
 
 
 def _copy_all(targets: Sequence[Tensor], gathered: Tensor) -> None:

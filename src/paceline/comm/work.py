@@ -6,6 +6,7 @@ import datetime
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,29 +20,33 @@ SLICE_S = 0.1  # handlers of signals run between slices
 _FOREVER = datetime.timedelta(0)
 
 
-class FutureKeeper:
-    """Completes futures from a thread of its own, started with the first one.
+class Worker:
+    """Runs jobs one after the other in a thread of its own, started with the first one.
 
     Note "callbacks of futures": they run in this thread, and may start further collectives and
-    wait for their futures (PowerSGD does). Such a future is completed on the spot, not behind
-    the one whose callback is running.
+    wait for their futures (PowerSGD does). Such a job is done on the spot, not behind the one
+    whose callback is running.
+
+    Args:
+        name: of the thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._pending: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def complete_later(self, complete: Callable[[], None]) -> None:
-        """Call ``complete``, which waits for its work, in the order of these calls."""
+    def run_later(self, job: Callable[[], None]) -> None:
+        """Run ``job``, which must not raise, after those given earlier."""
         if threading.current_thread() is self._thread:
-            complete()
+            job()
             return
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_complete_all, args=(self._pending,), name="paceline-futures", daemon=True
+                target=_run_all, args=(self._pending,), name=self._name, daemon=True
             )
             self._thread.start()
-        self._pending.put(complete)
+        self._pending.put(job)
 
     def stop(self) -> None:
         """Let the thread end when it is through."""
@@ -57,7 +62,7 @@ class SharedMemoryWork(dist.Work):
         results: the tensors that hold the result when it is done.
         finish: brings the result into them, if it is elsewhere.
         failed: makes the exception for an operation that failed.
-        keeper: completes futures.
+        futures: completes futures.
         kept: whatever must live until the operation is done.
     """
 
@@ -65,9 +70,9 @@ class SharedMemoryWork(dist.Work):
         self,
         operation: Operation,
         results: Sequence[Tensor],
-        finish: Callable[[], None] | None,
+        finish: Callable[[], Any] | None,
         failed: Callable[[Operation], CommunicationError],
-        keeper: FutureKeeper,
+        futures: Worker,
         kept: Any,
     ) -> None:
         super().__init__()
@@ -75,7 +80,7 @@ class SharedMemoryWork(dist.Work):
         self._results = list(results)
         self._finish = finish
         self._failed = failed
-        self._keeper = keeper
+        self._futures = futures
         self._kept = kept
         self._lock = threading.Lock()
         self._error: CommunicationError | None = None
@@ -136,7 +141,7 @@ class SharedMemoryWork(dist.Work):
         if self.is_completed():
             trigger.set_result(None)
         else:
-            self._keeper.complete_later(lambda: self._trigger(trigger))
+            self._futures.run_later(lambda: self._trigger(trigger))
         return self._future
 
     def _trigger(self, trigger: torch.futures.Future[None]) -> None:
@@ -159,6 +164,64 @@ class SharedMemoryWork(dist.Work):
         return True
 
 
+class TaskWork(dist.Work):
+    """A collective made of several steps, carried out by a worker.
+
+    Args:
+        worker: runs it.
+        steps: brings the result into the tensors; raises when that fails.
+        results: the tensors that hold the result when it is done.
+    """
+
+    def __init__(self, worker: Worker, steps: Callable[[], None], results: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._results = list(results)
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._trigger: torch.futures.Future[None] = torch.futures.Future()
+        self._future = self._trigger.then(lambda _: self.result())
+        worker.run_later(partial(self._carry_out, steps))
+
+    def wait(self, timeout: datetime.timedelta = _FOREVER) -> bool:
+        """Wait until the result is there; ``SharedMemoryWork.wait`` says what is raised."""
+        seconds = timeout.total_seconds()
+        if not self._done.wait(seconds if seconds > 0 else None):
+            raise CollectiveTimeoutError(f"this wait timed out after {seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done or failed."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is done and did not fail."""
+        return self._done.is_set() and self._error is None
+
+    def synchronize(self) -> None:
+        """The same as ``wait``."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """The tensors that hold the result; waits for it."""
+        self.wait()
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the list of result tensors. Its callbacks run in the worker's thread."""
+        return self._future
+
+    def _carry_out(self, steps: Callable[[], None]) -> None:
+        try:
+            with torch.no_grad():
+                steps()
+        except Exception as error:
+            self._error = error
+        self._done.set()
+        self._trigger.set_result(None)
+
+
 class JoinedWork(dist.Work):
     """Several works as one.
 
@@ -172,7 +235,9 @@ class JoinedWork(dist.Work):
 
     def wait(self, timeout: datetime.timedelta = _FOREVER) -> bool:
         """Wait for all of them."""
-        return all([work.wait(timeout) for work in self._works])
+        for work in self._works:
+            work.wait(timeout)
+        return True
 
     def is_completed(self) -> bool:
         """Whether all are done or failed."""
@@ -196,6 +261,6 @@ class JoinedWork(dist.Work):
         return futures.then(lambda all_: [tensor for one in all_.value() for tensor in one.value()])
 
 
-def _complete_all(pending: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (complete := pending.get()) is not None:
-        complete()
+def _run_all(pending: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := pending.get()) is not None:
+        job()

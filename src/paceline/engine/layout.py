@@ -110,9 +110,7 @@ class BucketLayout:
             return last.tail
         if self._separate_tail is None:
             device = last.slots[0].parameter.device
-            self._separate_tail = self._allocate(
-                self.tail_layout.numel, dtype=torch.float32, device=device
-            )
+            self._separate_tail = self._allocate(self.tail_layout.numel, dtype=torch.float32, device=device)
         return self._separate_tail
 
     def accumulates_now(self) -> bool:

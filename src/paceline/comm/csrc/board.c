@@ -68,6 +68,17 @@ static bool all_came(const pl_group *group)
     return (int32_t)(atomic_load(&group->board->epoch) - group->phase) >= 0;
 }
 
+/* How this rank's last meeting stands. A group that failed stays failed: the counts no longer mean anything
+ * from the meeting on that somebody gave up, though the late ones may still bring them to their full number. */
+static int standing(const pl_group *group)
+{
+    const pl_board *board = group->board;
+    const uint32_t failure = atomic_load_explicit(&board->failure, memory_order_acquire);
+    if (failure && (int32_t)(group->phase - atomic_load(&board->failed_phase)) >= 0)
+        return (int)failure;
+    return all_came(group) ? PL_OK : PL_PENDING;
+}
+
 /* The first rank to give up names the culprits; all others repeat what it said. */
 static int give_up(pl_group *group, int status, const bool *culprits)
 {
@@ -76,6 +87,7 @@ static int give_up(pl_group *group, int status, const bool *culprits)
     if (atomic_compare_exchange_strong(&board->accused, &nobody, 1)) {
         for (int r = 0; r < group->size; r++)
             atomic_store(&pl_seat_of(group, r)->culprit, culprits[r]);
+        atomic_store(&board->failed_phase, group->phase);
         atomic_store(&board->failure, (uint32_t)status);
         pl_wake_all(&board->epoch, true);
         return status;
@@ -108,8 +120,9 @@ static int look_around(pl_group *group, const struct timespec *deadline)
     for (int r = 0; r < group->size; r++)
         culprits[r] = false;
     const bool lost = find_lost(group, culprits);
-    if (all_came(group))
-        return PL_OK;
+    const int status = standing(group);
+    if (status != PL_PENDING)
+        return status;
     if (lost)
         return give_up(group, PL_LOST, culprits);
     if (pl_seconds_until(deadline) > 0)
@@ -123,17 +136,17 @@ int pl_meet(pl_group *group, const struct timespec *deadline, double patience_s)
 {
     pl_board *board = group->board;
     for (int i = 0; i < group->spins; i++) {
-        if (all_came(group))
-            return PL_OK;
+        const int status = standing(group);
+        if (status != PL_PENDING)
+            return status;
         relax();
     }
     const struct timespec patience = pl_after(patience_s < 0 ? 0 : patience_s);
     while (true) {
         const uint32_t epoch = atomic_load(&board->epoch);
-        if (all_came(group))
-            return PL_OK;
-        if (atomic_load(&board->failure))
-            return (int)atomic_load(&board->failure);
+        const int now = standing(group);
+        if (now != PL_PENDING)
+            return now;
         if (atomic_load(&group->closing))
             return PL_CLOSED;
         double nap = pl_seconds_until(deadline);

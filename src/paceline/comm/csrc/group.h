@@ -25,6 +25,7 @@ typedef struct {
     _Alignas(PL_LINE) _Atomic uint32_t arrived; /* ranks that came to the next one */
     _Alignas(PL_LINE) _Atomic uint32_t sleepers;
     _Alignas(PL_LINE) _Atomic uint32_t accused; /* taken by the first rank that gives up */
+    _Atomic uint32_t failed_phase;              /* the meeting at which it did */
     _Atomic uint32_t failure;                   /* a pl_status, once that rank has named the culprits */
     pl_seat seats[];
 } pl_board;

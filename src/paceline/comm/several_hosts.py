@@ -1,0 +1,97 @@
+"""All-reduce over several hosts: inside each through shared memory, between them through Gloo.
+
+    inside     all ranks of the host reduce into their tensors
+    between    the first ranks of each host, as many as the smallest host has, reduce one slice each with
+               their counterparts on the other hosts, so that all of them drive the network
+    inside     each of these hands its slice to the others of its host
+
+A rank's result comes from the same additions as everybody else's, so all are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.calls import REDUCTIONS, reduction_of
+from paceline.comm.hosts import Layout
+from paceline.comm.local import SharedMemory
+from paceline.comm.work import TaskWork, Worker
+
+_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX")
+
+
+class SeveralHosts:
+    """The ranks of a group that lie on several hosts.
+
+    Args:
+        memory: what the ranks of this host share.
+        layout: which rank is where.
+        store: shared by exactly the ranks of the group.
+        timeout: how long a host waits for the others.
+    """
+
+    def __init__(self, memory: SharedMemory, layout: Layout, store: dist.Store, timeout: timedelta) -> None:
+        self.memory = memory
+        self._size = sum(map(len, layout.hosts))
+        self._drivers = min(map(len, layout.hosts))
+        self._driver = layout.neighbours.index(layout.rank)
+        self._worker = Worker("paceline-hosts")
+        self._between: Any = None  # a Gloo group
+        if self._driver < self._drivers:
+            slice_store = dist.PrefixStore(f"between/{self._driver}", store)
+            self._between = dist.ProcessGroupGloo(
+                slice_store, layout.host, len(layout.hosts), timeout=timeout
+            )
+
+    def all_reduce(self, tensor: Tensor, op: Any, timeout_s: float) -> dist.Work | None:
+        """Start reducing a CPU tensor over all ranks, in place; None when only Gloo can.
+
+        Args:
+            tensor: strided, any real dtype but bool.
+            op: what to do; the result is what one host with all ranks would give, to rounding.
+            timeout_s: how long the ranks of this host may take.
+        """
+        known = reduction_of(op, tensor.dtype)
+        if known is None or tensor.dtype is torch.bool or REDUCTIONS[known[0]] not in _OPS:
+            return None
+        steps = self._steps(tensor, REDUCTIONS[known[0]], known[1], timeout_s)
+        return TaskWork(self._worker, steps, [tensor])
+
+    def close(self) -> None:
+        """Leave; nothing more is started."""
+        self._worker.stop()
+        self.memory.close()
+
+    def _steps(self, tensor: Tensor, name: str, factor: float, timeout_s: float) -> Callable[[], None]:
+        def carry_out() -> None:
+            dtype = _WIDE.get(tensor.dtype, tensor.dtype)
+            flat = (
+                tensor if tensor.is_contiguous() and dtype == tensor.dtype else tensor.to(dtype).contiguous()
+            )
+            if name == "PREMUL_SUM":
+                flat.mul_(factor)
+            fold = name if name in ("PRODUCT", "MIN", "MAX") else "SUM"
+            self._reduce(flat.view(-1), getattr(dist.ReduceOp, fold), timeout_s)
+            if name == "AVG":
+                flat.div_(self._size) if dtype.is_floating_point else flat.floor_divide_(self._size)
+            if flat is not tensor:
+                tensor.copy_(flat)
+
+        return carry_out
+
+    def _reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType, timeout_s: float) -> None:
+        self.memory.all_reduce(flat, dist.ReduceOp(op), timeout_s)
+        slices = flat.tensor_split(self._drivers)
+        if self._between is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(op)
+            self._between.allreduce([slices[self._driver]], options).wait()
+        for driver, part in enumerate(slices):
+            self.memory.broadcast(part, driver, timeout_s)

@@ -1,0 +1,239 @@
+"""The shm process group when ranks die, stop, disagree or run out of memory: nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerLostError,
+    RanksOutOfStepError,
+)
+from tests.ranks import rank_outcomes, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def failure_of(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """The exception's class and text, and after how many seconds it came."""
+    began = time.monotonic()
+    try:
+        call()
+    except CommunicationError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def peer_killed(rank: int, world_size: int, numel: int, in_flight: bool) -> tuple[str, str, float]:
+    value = torch.ones(numel)
+    dist.all_reduce(value)
+    if rank == world_size - 1:
+        if os.fork() == 0:  # a worker that lives on must not look like its parent
+            time.sleep(5)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if in_flight:
+        return failure_of(lambda: [dist.all_reduce(value, async_op=True) for _ in range(3)][-1].wait())
+    return failure_of(lambda: dist.all_reduce(value))
+
+
+@pytest.mark.parametrize("numel", [10, 1_000_000])
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_killed_rank_is_named_at_once(numel, in_flight):
+    for outcome in rank_outcomes(peer_killed, 3, numel, in_flight, backend="shm", timeout=40)[:-1]:
+        name, text, seconds = outcome.value
+        assert name == PeerLostError.__name__, outcome
+        assert "the process of rank 2 is gone" in text and f"all_reduce SUM of {numel:,} x float32" in text
+        assert seconds < 5
+
+
+def peer_stopped(rank: int, world_size: int) -> tuple[str, str, float]:
+    value = torch.ones(10)
+    dist.all_reduce(value)
+    if rank == 1:
+        me = os.getpid()
+        if os.fork() == 0:
+            time.sleep(5)
+            os.kill(me, signal.SIGCONT)
+            os._exit(0)
+        os.kill(me, signal.SIGSTOP)
+    failure = failure_of(lambda: dist.broadcast(value, 0))
+    assert failure_of(lambda: dist.barrier())[0]  # a group that failed stays failed
+    time.sleep(0 if rank == 1 else 4)  # the stopped one must wake up to a peer
+    return failure
+
+
+def test_a_stopped_rank_is_named_at_the_timeout():
+    waited, stopped = run_ranks(peer_stopped, 2, backend="shm", group_timeout=2, timeout=40)
+    assert waited[0] == stopped[0] == CollectiveTimeoutError.__name__
+    assert "rank 1 did not come before the timeout of 2 s" in waited[1]
+    assert "collective 2 (broadcast of 10 x float32 from rank 0)" in waited[1]
+    assert waited[2] > 1.9
+    assert "this rank came too late" in stopped[1]
+
+
+def different_calls(rank: int, world_size: int) -> list[tuple[str, str, float]]:
+    value = torch.ones(100_000)
+    odd = rank == world_size - 1
+    calls = [
+        lambda: dist.all_reduce(value[:10] if odd else value),
+        lambda: dist.all_reduce(value.double() if odd else value),
+        lambda: dist.all_reduce(value, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+        lambda: dist.broadcast(value, world_size - 1 if odd else 0),
+        lambda: dist.barrier() if odd else dist.all_reduce(value),
+    ]
+    failures = [failure_of(call) for call in calls]
+    assert torch.equal(value, torch.ones(100_000))  # nothing was moved
+    dist.all_reduce(value)  # and the ranks go on
+    assert value[0] == world_size
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_different_calls_raise_on_all_ranks(world_size):
+    for failures in run_ranks(different_calls, world_size, backend="shm"):
+        assert {name for name, _, _ in failures} == {RanksOutOfStepError.__name__}
+        texts = [text for _, text, _ in failures]
+        odd = world_size - 1
+        assert f"rank {odd} called all_reduce SUM of 10 x float32" in texts[0]
+        assert f"rank {odd} called all_reduce SUM of 100,000 x float64" in texts[1]
+        assert f"rank {odd} called all_reduce MAX" in texts[2]
+        assert f"rank {odd} called broadcast of 100,000 x float32 from rank {odd}" in texts[3]
+        assert f"rank {odd} called barrier" in texts[4]
+        assert all("called all_reduce SUM of 100,000 x float32" in texts[i] for i in (0, 1, 2, 4))
+
+
+def used_in_a_fork(rank: int, world_size: int) -> tuple[str, float]:
+    value = torch.ones(10)
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        name, text, _ = failure_of(lambda: dist.all_reduce(value))
+        os.write(writer, f"{name} {text}".encode())
+        os._exit(0)
+    os.wait()
+    dist.all_reduce(value)
+    return os.read(reader, 1000).decode(), value[0].item()
+
+
+def test_a_forked_child_is_told():
+    for said, value in run_ranks(used_in_a_fork, 2, backend="shm"):
+        assert said.startswith("CommunicationError a forked process cannot use its parent's process group")
+        assert value == 2
+
+
+def too_large(rank: int, world_size: int) -> str:
+    group = dist.group.WORLD
+    with pytest.raises(MemoryError) as caught:
+        group.allocate_tensor(1 << 45, dtype=torch.float32, device=CPU)
+    value = group.allocate_tensor(1000, dtype=torch.float32, device=CPU)
+    dist.all_reduce(value + 1)
+    return str(caught.value)
+
+
+def test_too_large_a_tensor_is_an_exception():
+    assert all("used up" in text for text in run_ranks(too_large, 2, backend="shm"))
+
+
+LIMITED = """
+import os, sys
+folder = sys.argv[1]
+open(f"{folder}/{sys.argv[2]}", "w").write(str(os.getpid()))
+import torch, torch.distributed as dist
+dist.init_process_group("shm", store=dist.HashStore(), rank=0, world_size=1)
+group, held = dist.group.WORLD, []
+try:
+    for _ in range(100):
+        held.append(group.allocate_tensor(8 << 20, dtype=torch.float32, device=torch.device("cpu")))
+except MemoryError as error:
+    print(f"{len(held)} tensors; MemoryError: {error}")
+"""
+
+
+def test_a_memory_cgroup_answers_with_an_exception(tmp_path):
+    version_1 = Path("/sys/fs/cgroup/memory")
+    parent = version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")
+    limit, members = (
+        ("memory.limit_in_bytes", "cgroup.procs") if version_1.is_dir() else ("memory.max", "cgroup.procs")
+    )
+    folder = parent / f"paceline-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(1 << 30))
+    except OSError:
+        if folder.is_dir():
+            folder.rmdir()
+        pytest.skip("no memory cgroup can be made here")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, str(folder), members],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        for _ in range(50):
+            try:
+                folder.rmdir()
+                break
+            except OSError:
+                time.sleep(0.1)
+    assert done.returncode == 0, done
+    assert "MemoryError" in done.stdout and "the memory cgroup has" in done.stdout
+
+
+SMALL = """
+import sys
+import torch, torch.distributed as dist
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("shm", init_method=f"file://{path}", rank=rank, world_size=2)
+value = dist.group.WORLD.allocate_tensor(4 << 20, dtype=torch.float32, device=torch.device("cpu"))
+value += rank + 1
+dist.all_reduce(value)
+print(value[-1].item())
+"""
+
+
+def test_dev_shm_does_not_matter(tmp_path):
+    mount = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    before = set(os.listdir("/dev/shm"))
+    ranks = [
+        subprocess.Popen(
+            [
+                "unshare",
+                "-m",
+                "sh",
+                "-c",
+                mount,
+                "sh",
+                sys.executable,
+                "-c",
+                SMALL,
+                str(rank),
+                str(tmp_path / "meet"),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.communicate(timeout=60)[0].strip() for rank in ranks] == ["3.0", "3.0"]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert {name for name in os.listdir("/dev/shm") if "pace" in name} <= before
