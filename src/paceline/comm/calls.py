@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,31 +17,31 @@ from paceline.errors import (
 
 BYTES = 5  # the kernel's type for what is only copied: PL_U8
 
-# In the order of `enum pl_type` in csrc/shm.h.
-_TYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.uint32,
-    torch.int64,
-    torch.uint64,
-    torch.bool,
-)
-TYPES = {dtype: index for index, dtype in enumerate(_TYPES)}
+# `enum pl_type` in csrc/shm.h.
+TYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int16: 6,
+    torch.uint16: 7,
+    torch.int32: 8,
+    torch.uint32: 9,
+    torch.int64: 10,
+    torch.uint64: 11,
+    torch.bool: 12,
+}
 
 # In the order of `enum pl_reduction`.
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _BITWISE = ("BAND", "BOR", "BXOR")
 
-# Every dtype has a number, so that ranks can compare those the kernel only copies.
-_LABELS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-LABELS = {dtype: index for index, dtype in enumerate(_LABELS)}
+
+def label_of(dtype: torch.dtype) -> int:
+    """A number for any dtype, equal on all ranks, so that they can compare what the kernel only copies."""
+    return _labels()[dtype]
 
 
 def reduction_of(op: Any, dtype: torch.dtype) -> tuple[int, float] | None:
@@ -61,7 +62,7 @@ def in_words(call: Call) -> str:
     kind = Kind(call.kind)
     if kind is Kind.barrier:
         return "barrier"
-    dtype = _LABELS[call.label]
+    dtype = list(_labels())[call.label]
     numel, name = call.count, str(dtype).removeprefix("torch.")
     words = kind.name
     if kind in (Kind.all_reduce, Kind.reduce, Kind.reduce_scatter):
@@ -128,3 +129,9 @@ def _calls_in_words(calls: list[Call], ranks: list[int]) -> str:
         f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who))} called {words}"
         for words, who in callers.items()
     )
+
+
+@functools.cache
+def _labels() -> dict[torch.dtype, int]:
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return {dtype: index for index, dtype in enumerate(sorted(dtypes, key=str))}

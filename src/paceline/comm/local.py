@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.comm.calls import BYTES, LABELS, TYPES, error_for, reduction_of
+from paceline.comm.calls import BYTES, TYPES, error_for, label_of, reduction_of
 from paceline.comm.hosts import Neighbours
 from paceline.comm.native import NOWHERE, Call, Group, Kind, Operation
 from paceline.comm.work import SharedMemoryWork, Worker
@@ -109,12 +109,12 @@ def reduce_call(
 ) -> Call:
     """A call that reduces ``count`` elements per rank; ``wire`` is the tensor as the kernel sees it."""
     number, factor = reduction
-    return Call(kind, number, TYPES[wire.dtype], LABELS[tensor.dtype], root, 0, count, NOWHERE, factor)
+    return Call(kind, number, TYPES[wire.dtype], label_of(tensor.dtype), root, 0, count, NOWHERE, factor)
 
 
 def copy_call(kind: Kind, tensor: Tensor, nbytes: int, root: int = 0) -> Call:
     """A call that copies `nbytes` (per rank) of a tensor."""
-    return Call(kind, 0, BYTES, LABELS[tensor.dtype], root, 0, nbytes, NOWHERE, 1.0)
+    return Call(kind, 0, BYTES, label_of(tensor.dtype), root, 0, nbytes, NOWHERE, 1.0)
 
 
 def _close(kernel: Group, neighbours: Neighbours, futures: Worker) -> None:

@@ -20,7 +20,7 @@ from paceline.errors import BackendUnavailableError
 ABI = 3  # PL_ABI in shm.h
 NOWHERE = -1
 STAGE_TURNS = 3
-LIBRARY = Path(__file__).with_name("libpaceline_shm.so")
+LIBRARY = Path(__file__).parent / "libpaceline_shm.so"
 
 
 class Kind(enum.IntEnum):

@@ -8,18 +8,21 @@ group of one rank over an in-process store, so that nothing leaves the machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from paceline.comm.native import why_unavailable
+from paceline.comm.registration import register
 from paceline.environment import RankPlace, cpu_requested, rank_place
 from paceline.errors import ArgumentError, BackendUnavailableError
 
 # The names people may write in ``ddp_backend``; the last three live in plug-ins of
 # their vendors or in builds of torch against an MPI library.
-KNOWN_BACKENDS = ("nccl", "gloo", "xccl", "hccl", "cncl", "mpi")
+KNOWN_BACKENDS = ("nccl", "shm", "gloo", "xccl", "hccl", "cncl", "mpi")
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ def choose_backend(requested: str | None, device: torch.device) -> BackendChoice
     """
     usable = available_backends(device)
     if requested is not None and requested not in usable:
+        why = f" ({why_unavailable()})" if requested == "shm" and why_unavailable() else ""
         raise BackendUnavailableError(
-            f"backend {requested!r} cannot serve tensors on {device.type} here; "
+            f"backend {requested!r} cannot serve tensors on {device.type} here{why}; "
             f"available: {', '.join(usable) or 'none'}. Leave ddp_backend out to take the device's usual one"
         )
     if not usable:
@@ -155,19 +159,28 @@ def _group_that_is_up(requested: str | None) -> BackendChoice:
 
 def _backends_of(device_type: str) -> tuple[str, ...]:
     """Registered backends that can move tensors of `device_type`, the usual one first."""
+    register()
+    # Ranks share memory where they can; shm itself goes through Gloo where they cannot.
     usual = dist.Backend.default_device_backend_map.get(device_type)
+    if _can_serve("shm", device_type):
+        usual = "shm"
     names = [name for name in dist.Backend.backend_list if _can_serve(name, device_type)]
     return tuple(sorted(names, key=lambda name: (name != usual, name)))
 
 
 def _can_serve(name: str, device_type: str) -> bool:
-    built = {
+    built: dict[str, Callable[[], bool]] = {
         "gloo": dist.is_gloo_available,
         "nccl": dist.is_nccl_available,
         "mpi": dist.is_mpi_available,
         "ucc": dist.is_ucc_available,
         "xccl": dist.is_xccl_available,
+        "shm": _has_kernel,
     }
     if name in ("undefined", "fake") or not built.get(name, lambda: True)():
         return False
     return device_type in dist.Backend.backend_capability.get(name, [])
+
+
+def _has_kernel() -> bool:
+    return why_unavailable() is None

@@ -34,8 +34,6 @@ from paceline.comm.work import JoinedWork
 
 logger = logging.getLogger("paceline")
 
-_CPU = torch.device("cpu")
-
 
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group whose ranks share memory.
@@ -55,7 +53,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._timeout_s = timeout.total_seconds()
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
         gloo._set_sequence_number_for_group()
-        self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._memory: SharedMemory | None = None  # of all ranks
         self._hosts: SeveralHosts | None = None
