@@ -10,6 +10,8 @@
 /* Between two looks at the deadline and at the peers. */
 static const double LOOK_S = 0.05;
 
+enum { FEWEST_SPINS = 20 };
+
 static inline void relax(void)
 {
 #if defined(__x86_64__) || defined(__i386__)
@@ -132,15 +134,33 @@ static int look_around(pl_group *group, const struct timespec *deadline)
     return give_up(group, PL_TIMED_OUT, culprits);
 }
 
+/* Spins for about as long as was of use lately. Where others compete for the cores, spinning only keeps the
+ * rank that is waited for from running, so the budget shrinks with every time in vain; now and then the full
+ * one is tried again. */
+static int spin(pl_group *group)
+{
+    const bool trial = ++group->meetings % 32 == 0;
+    const int limit = trial ? group->spins : group->budget;
+    for (int i = 0; i < limit; i++) {
+        const int status = standing(group);
+        if (status != PL_PENDING) {
+            const int twice = 2 * i + FEWEST_SPINS, wanted = twice < group->spins ? twice : group->spins;
+            group->budget = wanted > group->budget ? wanted : group->budget - (group->budget - wanted) / 16;
+            return status;
+        }
+        relax();
+    }
+    if (!trial)
+        group->budget -= (group->budget - FEWEST_SPINS) / 4;
+    return PL_PENDING;
+}
+
 int pl_meet(pl_group *group, const struct timespec *deadline, double patience_s)
 {
     pl_board *board = group->board;
-    for (int i = 0; i < group->spins; i++) {
-        const int status = standing(group);
-        if (status != PL_PENDING)
-            return status;
-        relax();
-    }
+    const int soon = spin(group);
+    if (soon != PL_PENDING)
+        return soon;
     const struct timespec patience = pl_after(patience_s < 0 ? 0 : patience_s);
     while (true) {
         const uint32_t epoch = atomic_load(&board->epoch);

@@ -48,7 +48,9 @@ struct pl_op {
 };
 
 struct pl_group {
-    int rank, size, spins;
+    int rank, size;
+    int spins, budget; /* most that are tried before sleeping, and what is of use now */
+    unsigned meetings;
     pl_board *board;
     size_t stage_bytes;
     pid_t owner;

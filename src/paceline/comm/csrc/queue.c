@@ -106,7 +106,7 @@ pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t s
     group->size = size;
     group->board = board;
     group->stage_bytes = stage_bytes;
-    group->spins = spins;
+    group->spins = group->budget = spins;
     group->owner = getpid();
     group->sockets = copy_of(sockets, size);
     group->fds = copy_of(fds, n_fds);
