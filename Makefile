@@ -2,6 +2,7 @@
 # make demo    train on handwritten digits with 2 ranks
 # make test    all tests
 # make check   style, types, and the rules of the house
+# make kernel  the shared-memory kernel under ThreadSanitizer and AddressSanitizer
 # make bench   step time and gradient memory beside torch's DDP
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,13 +10,13 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-.PHONY: help venv demo test check bench
+.PHONY: help venv demo test check kernel bench
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
 venv: $(READY)
 
-$(READY): pyproject.toml constraints.txt | $(PY)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/paceline/comm/csrc/*) | $(PY)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
@@ -37,5 +38,9 @@ check: $(READY)
 	$(PY) -m mypy
 	$(PY) -m pytest tests/architecture
 
+kernel:
+	$(MAKE) -C tests/csrc all
+
 bench: $(READY)
 	$(PY) benchmarks/step.py
+	$(PY) benchmarks/allreduce.py

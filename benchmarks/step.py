@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                      2 ranks, gloo
     python benchmarks/step.py --ranks 4 --model transformer --rounds 60
+    python benchmarks/step.py --backend shm --torch-backend gloo
 
 Both wrappers train a copy of the same model in the same processes. One round is a step of torch's, two of
 paceline's, one of torch's, so that whatever else the machine does in that time falls on both. A step is
@@ -209,9 +210,11 @@ def wrapper_of(spec: str, options: argparse.Namespace) -> Callable[[nn.Module], 
     """The constructor named by `module:attribute`; torch's takes bucket views if asked for."""
     module, _, attribute = spec.partition(":")
     cls = getattr(importlib.import_module(module), attribute)
-    if spec == TORCH and options.torch_bucket_views:
-        return lambda model: cls(model, gradient_as_bucket_view=True)
-    return lambda model: cls(model)
+    if spec != TORCH:
+        return lambda model: cls(model)
+    group = dist.new_group(backend=options.torch_backend) if options.torch_backend else None
+    views = options.torch_bucket_views
+    return lambda model: cls(model, process_group=group, gradient_as_bucket_view=views)
 
 
 def resident_bytes() -> int:
@@ -285,6 +288,10 @@ def line(row: Row) -> str:
     )
 
 
+def served_by(options: argparse.Namespace) -> str:
+    return options.backend + (f" (torch: {options.torch_backend})" if options.torch_backend else "")
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -299,6 +306,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--torch-bucket-views", action="store_true", help="torch's with gradient_as_bucket_view"
     )
+    parser.add_argument("--torch-backend", metavar="NAME", help="of torch's wrapper; default: --backend")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument(
         "--ddp", default=PACELINE, metavar="MODULE:CLASS", help="what stands beside torch's class"
@@ -312,7 +320,7 @@ def main(arguments: list[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.ranks)))
     # Blocks go back to the system when freed, so that resident memory is what is held.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
-    print(f"torch {torch.__version__}, {options.ranks} ranks, {options.backend}, {os.cpu_count()} cores")
+    print(f"torch {torch.__version__}, {options.ranks} ranks, {served_by(options)}, {os.cpu_count()} cores")
     print(f"{'':20} {'':>10} {'step, ms':^19}   {'paceline / torch':18}   {'held / parameters':>16}")
     columns = f"{'torch':>9} {'paceline':>9}   {'ratio [quartiles]':18}   {'torch':>6} {'paceline':>9}"
     print(f"{'model':20} {'parameters':>10} {columns}")
