@@ -10,6 +10,11 @@ group inside, which also serves all of them where ranks cannot share memory.
 
 A tensor from ``allocate_tensor`` lies where the other ranks can read it and is reduced in
 place; any other is copied through in pieces. Results do not depend on which it was.
+
+Note "not through super()": what torch lets a Python class override, its C++ side calls with the
+interpreter lock held, also when it ends up in the base class. There Gloo's thread may be
+waiting for that lock, holding one that the call needs. So what goes to Gloo goes to a plain
+group of torch's own.
 """
 
 from __future__ import annotations
@@ -53,8 +58,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._timeout_s = timeout.total_seconds()
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
         gloo._set_sequence_number_for_group()
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._gloo = dist.ProcessGroup(store, rank, size)
+        for group in (self, self._gloo):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._memory: SharedMemory | None = None  # of all ranks
         self._hosts: SeveralHosts | None = None
         layout, reason = hosts.same_host(store, rank, size), None
@@ -101,7 +108,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         tensors, opts = _listed(tensors), _options(dist.AllreduceOptions, opts, timeout)
         works = [self._all_reduce(tensor, opts) for tensor in tensors]
         if None in works:
-            return super().allreduce(tensors, opts)
+            return self._gloo.allreduce(tensors, opts)
         return _joined(works)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -111,9 +118,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> dist.Work:
         """Reduce a tensor over all ranks into that of the root; the others' tensors stay as they are."""
         if not isinstance(opts, dist.ReduceOptions):
-            return super().reduce(tensors, opts, *more)
+            return self._gloo.reduce(tensors, opts, *more)
         (tensor,) = tensors
-        return self._reduce(Kind.reduce, tensor, opts, opts.rootRank) or super().reduce(tensors, opts)
+        return self._reduce(Kind.reduce, tensor, opts, opts.rootRank) or self._gloo.reduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Copy the root's tensor into all ranks' tensors."""
@@ -123,7 +130,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             opts.rootRank = root
         (tensor,) = tensors
         if not self._serves(tensor):
-            return super().broadcast(tensors, opts)
+            return self._gloo.broadcast(tensors, opts)
         flat = _flat(tensor)
         call = copy_call(Kind.broadcast, tensor, tensor.nbytes, opts.rootRank)
         return self._start(call, flat, flat, opts, [tensor], _copy_back(tensor, flat))
@@ -132,7 +139,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Gather every rank's tensor, one after the other, into one tensor on all ranks."""
         opts = opts or _new_options("AllgatherOptions")
         if not self._serves(output, input) or output.numel() != input.numel() * self.size():
-            return super().all_gather_single(output, input, opts)
+            return self._gloo.all_gather_single(output, input, opts)
         source, target = _flat(input), _flat(output)
         call = copy_call(Kind.all_gather, input, input.nbytes)
         return self._start(call, source, target, opts, [output], _copy_back(output, target))
@@ -143,7 +150,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or _new_options("AllgatherOptions")
         alike = all(t.shape == source.shape and t.dtype == source.dtype for t in targets)
         if not self._serves(source, *targets) or not alike or len(targets) != self.size():
-            return super().allgather(outputs, inputs, opts)
+            return self._gloo.allgather(outputs, inputs, opts)
         gathered = source.new_empty((len(targets), *source.shape))
         call = copy_call(Kind.all_gather, source, source.nbytes)
         finish = partial(_copy_all, targets, gathered)
@@ -155,18 +162,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work = None
         if input.numel() == output.numel() * self.size():
             work = self._reduce_scatter(output, input, opts)
-        return work or super().reduce_scatter_single(output, input, opts)
+        return work or self._gloo.reduce_scatter_single(output, input, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
         """Reduce a list of tensors over all ranks and give each one of them."""
         if isinstance(outputs, Tensor) or more:
-            return super().reduce_scatter(outputs, inputs, opts, *more)
+            return self._gloo.reduce_scatter(outputs, inputs, opts, *more)
         opts = opts or _new_options("ReduceScatterOptions")
         (output,), (sources,) = outputs, inputs
         work = None
         if all(t.shape == output.shape and t.dtype == output.dtype for t in sources):
             work = self._reduce_scatter(output, torch.stack(list(sources)), opts)
-        return work or super().reduce_scatter(outputs, inputs, opts)
+        return work or self._gloo.reduce_scatter(outputs, inputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None
@@ -176,7 +183,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         equal = not output_split_sizes and not input_split_sizes and input.numel() % self.size() == 0
         if not equal or not self._serves(output, input) or output.numel() != input.numel():
             splits = (output_split_sizes, input_split_sizes)
-            return super().all_to_all_single(output, input, *splits, opts)
+            return self._gloo.all_to_all_single(output, input, *splits, opts)
         source, target = _flat(input), _flat(output)
         call = copy_call(Kind.all_to_all, input, input.nbytes // self.size())
         return self._start(call, source, target, opts, [output], _copy_back(output, target))
@@ -189,9 +196,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
             opts, timeout = None, opts
         opts = _options(dist.BarrierOptions, opts, timeout)
         if self._memory is None:
-            return super().barrier(opts)
+            return self._gloo.barrier(opts)
         call = Call(Kind.barrier, 0, BYTES, 0, 0, 0, 0, NOWHERE, 1.0)
         return self._start(call, None, None, opts, [], None)
+
+    # Of Gloo: see the note above.
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:  # noqa: N803
+        """Send a tensor to one rank."""
+        return self._gloo.send(tensors, dstRank, tag)
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:  # noqa: N803
+        """Receive a tensor from one rank."""
+        return self._gloo.recv(tensors, srcRank, tag)
 
     # Several tensors at once, and the names under which older callers know some of the above.
 
