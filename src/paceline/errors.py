@@ -44,7 +44,13 @@ class GraphChangedError(PacelineError, RuntimeError):
 
 
 class CommunicationError(PacelineError, RuntimeError):
-    """The ranks could not finish a collective."""
+    """The ranks could not finish a collective.
+
+    Attributes:
+        reason: the part of the text behind "because", for whoever knows better what was under way.
+    """
+
+    reason: str = ""
 
 
 class CollectiveTimeoutError(CommunicationError):

@@ -90,35 +90,36 @@ def error_for(
         local_rank: this rank among them.
         timeout_s: how long ranks had to come.
     """
-    what = f"rank {ranks[local_rank]}: collective {number} ({in_words(call)})"
-    if failure.status is Status.MISMATCH:
-        return RanksOutOfStepError(
-            f"{what} failed, because the ranks made different calls: "
-            f"{_calls_in_words(failure.calls, ranks)}. Nothing was moved. "
-            "All ranks must make the same calls in the same order"
-        )
+    kind, reason = _kind_and_reason(failure, ranks, local_rank, timeout_s)
+    error = kind(f"rank {ranks[local_rank]}: collective {number} ({in_words(call)}) failed, because {reason}")
+    error.reason = reason
+    return error
+
+
+def _kind_and_reason(
+    failure: Failure, ranks: list[int], local_rank: int, timeout_s: float
+) -> tuple[type[CommunicationError], str]:
     culprits = [rank for rank in failure.culprits if rank != local_rank]
     named = ", ".join(f"rank {ranks[rank]}" for rank in culprits) or "a rank"
-    if failure.status is Status.LOST:
-        return PeerLostError(
-            f"{what} failed, because the process of {named} is gone; look for the first error in its output"
+    if failure.status is Status.MISMATCH:
+        return RanksOutOfStepError, (
+            f"the ranks made different calls: {_calls_in_words(failure.calls, ranks)}. Nothing was moved. "
+            "All ranks must make the same calls in the same order"
         )
+    if failure.status is Status.LOST:
+        return PeerLostError, f"the process of {named} is gone; look for the first error in its output"
     if failure.status is Status.TIMED_OUT and local_rank in failure.culprits:
-        return CollectiveTimeoutError(
-            f"{what} failed, because this rank came too late: another one had given up "
-            f"after waiting {timeout_s:g} s"
+        return CollectiveTimeoutError, (
+            f"this rank came too late: another one had given up after waiting {timeout_s:g} s"
         )
     if failure.status is Status.TIMED_OUT:
-        return CollectiveTimeoutError(
-            f"{what} failed, because {named} did not come before the timeout of {timeout_s:g} s: "
-            "stuck, stopped, slower than the process group's timeout, or out of data while "
-            "others still have some"
+        return CollectiveTimeoutError, (
+            f"{named} did not come before the timeout of {timeout_s:g} s: stuck, stopped, slower than the "
+            "process group's timeout, or out of data while others still have some"
         )
     if failure.status is Status.FORKED:
-        return CommunicationError(
-            f"{what} failed, because a forked process cannot use its parent's process group"
-        )
-    return CommunicationError(f"{what} failed, because the process group was shut down meanwhile")
+        return CommunicationError, "a forked process cannot use its parent's process group"
+    return CommunicationError, "the process group was shut down meanwhile"
 
 
 def _calls_in_words(calls: list[Call], ranks: list[int]) -> str:

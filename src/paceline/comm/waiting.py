@@ -116,7 +116,8 @@ class Peers:
             what: what this rank was waiting for.
         """
         if isinstance(error, CommunicationError):  # the group knows the ranks itself
-            return type(error)(f"rank {self.rank}: {what} failed. The process group said: {error}")
+            because = f", because {error.reason}" if error.reason else ""
+            return type(error)(f"rank {self.rank}: {what} failed{because}. The process group said: {error}")
         timed_out = "timed out" in str(error).lower()
         cause = self._cause_told_by_others()
         if cause is None and timed_out:
