@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.comm import native
 from paceline.comm.select import (
     available_backends,
     choose_backend,
@@ -22,16 +24,26 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-def test_gloo_is_the_usual_one_on_the_cpu() -> None:
+def test_shared_memory_is_the_usual_one_on_the_cpu() -> None:
     choice = choose_backend(None, CPU)
-    assert choice.name == "gloo"
-    assert choice.reason == "gloo serves, because it is the usual one for cpu"
-    assert available_backends(CPU)[0] == "gloo"
+    assert choice.name == "shm"
+    assert choice.reason == "shm serves, because it is the usual one for cpu"
+    assert available_backends(CPU)[:2] == ("shm", "gloo")
+
+
+def test_gloo_is_the_usual_one_where_the_kernel_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "missing.so")
+    monkeypatch.setattr(native, "load", native.load.__wrapped__)
+    assert choose_backend(None, CPU).name == "gloo"
+    with pytest.raises(BackendUnavailableError, match=r"'shm' cannot serve .*was not built"):
+        choose_backend("shm", CPU)
 
 
 @pytest.mark.parametrize("name", ["nccl", "mpi", "hccl", "cncl", "xccl", "carrier pigeon"])
 def test_what_cannot_serve_names_what_can(name: str) -> None:
-    with pytest.raises(BackendUnavailableError, match=f"'{name}' cannot serve .*available: gloo"):
+    with pytest.raises(BackendUnavailableError, match=f"'{name}' cannot serve .*available: shm, gloo"):
         choose_backend(name, CPU)
 
 
