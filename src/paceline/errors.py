@@ -48,9 +48,11 @@ class CommunicationError(PacelineError, RuntimeError):
 
     Attributes:
         reason: the part of the text behind "because", for whoever knows better what was under way.
+        ranks: the ranks of the whole job it is put down to, where the process group knows them.
     """
 
     reason: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 class CollectiveTimeoutError(CommunicationError):

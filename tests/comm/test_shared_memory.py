@@ -171,8 +171,8 @@ def test_training_equals_one_process(wrapping):
 def buckets_in_place(rank: int, world_size: int) -> bool:
     wrapped = DistributedDataParallel(a_net())
     wrapped(torch.ones(8, 64)).sum().backward()
-    place_of = dist.group.WORLD._memory.arena.place_of
-    return all(place_of(p.grad.data_ptr(), p.grad.nbytes) >= 0 for p in wrapped.parameters())
+    arena = dist.group.WORLD._memory.arena
+    return all(arena.holds(p.grad.data_ptr(), p.grad.nbytes) for p in wrapped.parameters())
 
 
 def test_gradients_lie_where_other_ranks_reach_them():

@@ -87,15 +87,20 @@ def test_a_stopped_rank_is_named_at_the_timeout():
 def different_calls(rank: int, world_size: int) -> list[tuple[str, str, float]]:
     value = torch.ones(100_000)
     odd = rank == world_size - 1
+    parts = [torch.ones(100_000) for _ in range(world_size)]
+    mixed = [value.double() for _ in parts] if odd else [value for _ in parts]
     calls = [
         lambda: dist.all_reduce(value[:10] if odd else value),
         lambda: dist.all_reduce(value.double() if odd else value),
         lambda: dist.all_reduce(value, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
         lambda: dist.broadcast(value, world_size - 1 if odd else 0),
         lambda: dist.barrier() if odd else dist.all_reduce(value),
+        lambda: dist.gather(value, parts, world_size - 1) if odd else dist.all_reduce(value),
+        lambda: dist.gather(value) if odd else dist.scatter(value, None if rank else parts),
+        lambda: dist.all_to_all([torch.empty_like(one) for one in mixed], mixed),
     ]
     failures = [failure_of(call) for call in calls]
-    assert torch.equal(value, torch.ones(100_000))  # nothing was moved
+    assert all(torch.equal(one, torch.ones(100_000)) for one in (value, *parts))  # nothing was moved
     dist.all_reduce(value)  # and the ranks go on
     assert value[0] == world_size
     return failures
@@ -112,6 +117,10 @@ def test_different_calls_raise_on_all_ranks(world_size):
         assert f"rank {odd} called all_reduce MAX" in texts[2]
         assert f"rank {odd} called broadcast of 100,000 x float32 from rank {odd}" in texts[3]
         assert f"rank {odd} called barrier" in texts[4]
+        assert f"rank {odd} called gather of 100,000 x float32 to rank {odd}" in texts[5]
+        assert f"rank {odd} called gather of 100,000 x float32 to rank 0" in texts[6]
+        assert "called scatter of 100,000 x float32 from rank 0" in texts[6]
+        assert f"rank {odd} called all_to_all of float64" in texts[7]
         assert all("called all_reduce SUM of 100,000 x float32" in texts[i] for i in (0, 1, 2, 4))
 
 

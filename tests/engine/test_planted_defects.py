@@ -147,10 +147,15 @@ QUICK = (
 )
 
 
+HARMLESS_ON = {"shm": ("half_precision_is_summed_before_the_division",)}  # which sums it in 32 bits
+
+
 @pytest.mark.parametrize(
     "defect", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NOTICED_BY]
 )
 def test_a_planted_defect_is_noticed(defect, monkeypatch):
+    if defect in HARMLESS_ON.get(ranks.BACKEND, ()):
+        pytest.skip(f"no defect on {ranks.BACKEND}")
     test, *arguments = NOTICED_BY[defect]
     plant(monkeypatch, defect)
     with pytest.raises(AssertionError) as noticed:

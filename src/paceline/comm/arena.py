@@ -66,15 +66,10 @@ class Arena:
         self._free = [(_whole_pages(stage_bytes), self.file.size)]  # (begin, end), sorted, not touching
         self._take_pages(0, _whole_pages(stage_bytes))
 
-    @property
-    def address(self) -> int:
-        """Where it begins, in this process."""
-        return self.file.address
-
-    def place_of(self, address: int, size: int) -> int:
-        """The offset of a range of memory in the arena, or ``native.NOWHERE``."""
-        offset = address - self.file.address
-        return offset if offset >= 0 and offset + size <= self.file.size else native.NOWHERE
+    def holds(self, address: int, size: int) -> bool:
+        """Whether a range of memory lies in it."""
+        begin = self.file.address
+        return begin <= address and address + size <= begin + self.file.size
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-d tensor of zeros in the arena; its pages go back with its storage.

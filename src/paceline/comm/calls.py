@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.comm.native import Call, Failure, Kind, Status
 from paceline.errors import (
@@ -36,7 +37,23 @@ TYPES = {
 
 # In the order of `enum pl_reduction`.
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-_BITWISE = ("BAND", "BOR", "BXOR")
+_BITWISE = (5, 6, 7)
+_PREMUL_SUM = 8
+
+# What is carried out by Gloo, after the ranks compared their calls here.
+ELSEWHERE = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_single",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "all_to_all_single",
+    "all_to_all",
+    "gather",
+    "scatter",
+)
 
 
 def label_of(dtype: torch.dtype) -> int:
@@ -48,13 +65,13 @@ def reduction_of(op: Any, dtype: torch.dtype) -> tuple[int, float] | None:
     """The kernel's number for a ``ReduceOp`` and what inputs are multiplied by; None: not in the kernel."""
     state = op.__getstate__()  # the only way to a PREMUL_SUM's factor
     kind, supplement = state if isinstance(state, tuple) else (op, None)
-    name = kind.name
-    if dtype not in TYPES or name not in REDUCTIONS or (name in _BITWISE and dtype.is_floating_point):
+    number = _numbers().get(kind)
+    if number is None or dtype not in TYPES or (number in _BITWISE and dtype.is_floating_point):
         return None
-    if name != "PREMUL_SUM":
-        return REDUCTIONS.index(name), 1.0
+    if number != _PREMUL_SUM:
+        return number, 1.0
     factor = supplement.item() if isinstance(supplement, torch.Tensor) else supplement
-    return REDUCTIONS.index(name), float(factor)
+    return number, float(factor)
 
 
 def in_words(call: Call) -> str:
@@ -63,16 +80,17 @@ def in_words(call: Call) -> str:
     if kind is Kind.barrier:
         return "barrier"
     dtype = list(_labels())[call.label]
-    numel, name = call.count, str(dtype).removeprefix("torch.")
-    words = kind.name
+    name = ELSEWHERE[call.detail] if kind is Kind.elsewhere else kind.name
+    words, numel = name, call.count
     if kind in (Kind.all_reduce, Kind.reduce, Kind.reduce_scatter):
         words += f" {REDUCTIONS[call.reduction]}"
-    else:
+    elif kind is not Kind.elsewhere:
         numel //= dtype.itemsize
-    words += f" of {numel:,} x {name}"
-    if kind is Kind.reduce:
+    words += f" of {numel:,} x" if numel or kind is not Kind.elsewhere else " of"
+    words += f" {str(dtype).removeprefix('torch.')}"
+    if name in ("reduce", "gather"):
         words += f" to rank {call.root}"
-    if kind is Kind.broadcast:
+    if name in ("broadcast", "scatter"):
         words += f" from rank {call.root}"
     return words
 
@@ -93,6 +111,7 @@ def error_for(
     kind, reason = _kind_and_reason(failure, ranks, local_rank, timeout_s)
     error = kind(f"rank {ranks[local_rank]}: collective {number} ({in_words(call)}) failed, because {reason}")
     error.reason = reason
+    error.ranks = tuple(ranks[rank] for rank in failure.culprits)
     return error
 
 
@@ -130,6 +149,11 @@ def _calls_in_words(calls: list[Call], ranks: list[int]) -> str:
         f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who))} called {words}"
         for words, who in callers.items()
     )
+
+
+@functools.cache
+def _numbers() -> dict[Any, int]:
+    return {getattr(dist.ReduceOp, name): number for number, name in enumerate(REDUCTIONS)}
 
 
 @functools.cache

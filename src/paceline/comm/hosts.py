@@ -87,6 +87,7 @@ class Neighbours:
             self.local_rank,
             self.board.address,
             [self.files[rank].address for rank in self.ranks],
+            self.arena.file.size,
             STAGE_BYTES,
             sockets,
             [*(number for number in sockets if number >= 0), self.arena.file.descriptor],

@@ -8,13 +8,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.calls import BYTES, TYPES, error_for, label_of, reduction_of
+from paceline.comm.calls import BYTES, ELSEWHERE, TYPES, error_for, label_of, reduction_of
 from paceline.comm.hosts import Neighbours
-from paceline.comm.native import NOWHERE, Call, Group, Kind, Operation
-from paceline.comm.work import SharedMemoryWork, Worker
+from paceline.comm.native import Call, Group, Kind, Operation
+from paceline.comm.work import SLICE_S, DoneWork, SharedMemoryWork, Worker
 from paceline.errors import CommunicationError
+
+_FORKED = (
+    "a forked process cannot use its parent's process group; start workers that need "
+    "collectives before init_process_group, or with the spawn method"
+)
+_CLOSED = "this process group was shut down; make a new one"
 
 
 class SharedMemory:
@@ -31,6 +39,7 @@ class SharedMemory:
         self.arena = neighbours.arena
         self.futures = Worker("paceline-futures")
         self._kernel = neighbours.open()
+        self._closed = False
         self._in_flight: deque[SharedMemoryWork] = deque()
         self._close = weakref.finalize(self, _close, self._kernel, neighbours, self.futures)
         self._close.atexit = False
@@ -41,57 +50,88 @@ class SharedMemory:
         source: Tensor | None,
         target: Tensor | None,
         timeout_s: float,
-        begin_now: bool,
         results: Sequence[Tensor] = (),
         finish: Callable[[], Any] | None = None,
     ) -> SharedMemoryWork:
         """Queue a collective on contiguous tensors.
 
         Args:
-            call: what to do; its ``place`` is filled in here.
+            call: what to do.
             source: the input.
             target: the output, may be the input.
             timeout_s: how long the other ranks may take.
-            begin_now: begin before anybody waits for it.
             results: what the work's future yields.
             finish: called once when it is done, to bring the result where it belongs.
         """
-        if not self._close.alive:
-            raise CommunicationError("this process group was shut down; make a new one")
-        begin = source.data_ptr() if source is not None else 0
-        call.place = NOWHERE
-        if source is not None and source.numel():
-            call.place = self.arena.place_of(begin, source.nbytes)
-        end = target.data_ptr() if target is not None else 0
+        if self._closed:
+            raise CommunicationError(_CLOSED)
         try:
-            operation = self._kernel.submit(call, begin, end, timeout_s, begin_now)
+            operation = self._kernel.submit(call, _address_of(source), _address_of(target), timeout_s)
         except ChildProcessError:
-            raise CommunicationError(
-                "a forked process cannot use its parent's process group; start workers that need "
-                "collectives before init_process_group, or with the spawn method"
-            ) from None
-        failed = partial(self._error_for, call, timeout_s)
-        kept = (self, source, target)
-        work = SharedMemoryWork(operation, results, finish, failed, self.futures, kept)
-        if begin_now:
-            self._keep_until_done(work)
+            raise CommunicationError(_FORKED) from None
+        work = self._work(operation, call, source, target, timeout_s, results, finish)
+        self._keep_until_done(work)
         return work
+
+    def run(
+        self,
+        call: Call,
+        source: Tensor | None,
+        target: Tensor | None,
+        timeout_s: float,
+        results: Sequence[Tensor] = (),
+        finish: Callable[[], Any] | None = None,
+    ) -> dist.Work:
+        """As ``start``, but done when it returns: carried out in the calling thread, if the others are there.
+
+        Raises:
+            CommunicationError: as ``SharedMemoryWork.wait``.
+        """
+        if self._closed:
+            raise CommunicationError(_CLOSED)
+        try:
+            left = self._kernel.run(call, _address_of(source), _address_of(target), timeout_s, SLICE_S)
+        except ChildProcessError:
+            raise CommunicationError(_FORKED) from None
+        if left is not None:
+            work = self._work(left, call, source, target, timeout_s, results, finish)
+            work.wait()
+            return work
+        if finish is not None:
+            with torch.no_grad():
+                finish()
+        return DoneWork(results)
 
     def all_reduce(self, flat: Tensor, op: Any, timeout_s: float) -> None:
         """Reduce a contiguous tensor over these ranks, in place; done when it returns."""
         reduction = reduction_of(op, flat.dtype)
         assert reduction is not None
         call = reduce_call(Kind.all_reduce, flat, flat, reduction, flat.numel(), 0)
-        self.start(call, flat, flat, timeout_s, begin_now=False).wait()
+        self.run(call, flat, flat, timeout_s)
 
     def broadcast(self, flat: Tensor, root: int, timeout_s: float) -> None:
         """Copy the contiguous tensor of one of these ranks into the others'; done when it returns."""
         call = copy_call(Kind.broadcast, flat, flat.nbytes, root)
-        self.start(call, flat, flat, timeout_s, begin_now=False).wait()
+        self.run(call, flat, flat, timeout_s)
 
     def close(self) -> None:
         """Leave the group; what is in flight fails."""
+        self._closed = True
         self._close()
+
+    def _work(
+        self,
+        operation: Operation,
+        call: Call,
+        source: Tensor | None,
+        target: Tensor | None,
+        timeout_s: float,
+        results: Sequence[Tensor],
+        finish: Callable[[], Any] | None,
+    ) -> SharedMemoryWork:
+        failed = partial(self._error_for, call, timeout_s)
+        kept = (self, source, target)
+        return SharedMemoryWork(operation, results, finish, failed, self.futures, kept)
 
     def _keep_until_done(self, work: SharedMemoryWork) -> None:
         """A caller may drop its work at once: memory in use must live on all the same."""
@@ -109,12 +149,28 @@ def reduce_call(
 ) -> Call:
     """A call that reduces ``count`` elements per rank; ``wire`` is the tensor as the kernel sees it."""
     number, factor = reduction
-    return Call(kind, number, TYPES[wire.dtype], label_of(tensor.dtype), root, 0, count, NOWHERE, factor)
+    return Call(kind, number, TYPES[wire.dtype], label_of(tensor.dtype), root, 0, count, 0, factor)
 
 
 def copy_call(kind: Kind, tensor: Tensor, nbytes: int, root: int = 0) -> Call:
     """A call that copies `nbytes` (per rank) of a tensor."""
-    return Call(kind, 0, BYTES, label_of(tensor.dtype), root, 0, nbytes, NOWHERE, 1.0)
+    return Call(kind, 0, BYTES, label_of(tensor.dtype), root, 0, nbytes, 0, 1.0)
+
+
+def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int) -> Call:
+    """A call that only compares what ranks are about to do through another group.
+
+    Args:
+        name: one of ``ELSEWHERE``.
+        tensor: of the dtype that must be equal.
+        numel: what must be equal as well; 0 where ranks' sizes may differ.
+        root: the root rank, 0 where there is none.
+    """
+    return Call(Kind.elsewhere, 0, BYTES, label_of(tensor.dtype), root, ELSEWHERE.index(name), numel, 0, 1.0)
+
+
+def _address_of(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _close(kernel: Group, neighbours: Neighbours, futures: Worker) -> None:

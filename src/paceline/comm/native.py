@@ -17,8 +17,7 @@ from pathlib import Path
 
 from paceline.errors import BackendUnavailableError
 
-ABI = 3  # PL_ABI in shm.h
-NOWHERE = -1
+ABI = 4  # PL_ABI in shm.h
 STAGE_TURNS = 3
 LIBRARY = Path(__file__).parent / "libpaceline_shm.so"
 
@@ -33,6 +32,7 @@ class Kind(enum.IntEnum):
     all_gather = 4
     reduce_scatter = 5
     all_to_all = 6
+    elsewhere = 7
 
 
 class Status(enum.IntEnum):
@@ -48,7 +48,7 @@ class Status(enum.IntEnum):
 
 
 class Call(ctypes.Structure):
-    """One rank's call, ``pl_call`` in shm.h."""
+    """One rank's call, ``pl_call`` in shm.h; the kernel fills in ``place``."""
 
     _fields_ = (
         ("kind", ctypes.c_int32),
@@ -56,7 +56,7 @@ class Call(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("label", ctypes.c_int32),
         ("root", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("detail", ctypes.c_int32),
         ("count", ctypes.c_int64),
         ("place", ctypes.c_int64),
         ("factor", ctypes.c_double),
@@ -121,6 +121,7 @@ class Group:
         rank: this rank among them.
         board: address of the memory all ranks map.
         arenas: address of each rank's arena as mapped here.
+        arena_bytes: size of this rank's.
         stage_bytes: size of one of the ``STAGE_TURNS`` staging areas at the start of each arena.
         sockets: for each rank a connected socket that breaks when it ends, -1 for this rank.
         descriptors: what forked children must close.
@@ -132,6 +133,7 @@ class Group:
         rank: int,
         board: int,
         arenas: Sequence[int],
+        arena_bytes: int,
         stage_bytes: int,
         sockets: Sequence[int],
         descriptors: Sequence[int],
@@ -144,6 +146,7 @@ class Group:
             self._size,
             board,
             (ctypes.c_void_p * self._size)(*arenas),
+            arena_bytes,
             stage_bytes,
             (ctypes.c_int * self._size)(*sockets),
             (ctypes.c_int * len(descriptors))(*descriptors),
@@ -153,24 +156,45 @@ class Group:
         if not self._address:
             raise MemoryError("no memory for a shared-memory process group")
 
-    def submit(self, call: Call, source: int, target: int, timeout_s: float, begin_now: bool) -> Operation:
-        """Queue a collective.
+    def submit(self, call: Call, source: int, target: int, timeout_s: float) -> Operation:
+        """Queue a collective; it begins at once, in the group's thread or that of an early waiter.
 
         Args:
             call: what this rank calls.
             source: address of the input.
             target: address of the output.
             timeout_s: how long the other ranks may take, from the moment it begins.
-            begin_now: begin at once in the group's thread, rather than when it is waited for.
 
         Raises:
             OSError: there is no memory or thread for it, or (ECHILD) this process is a fork.
         """
-        operation = self._library.pl_submit(self._address, call, source, target, timeout_s, begin_now)
+        operation = self._library.pl_submit(self._address, call, source, target, timeout_s, True)
         if not operation:
-            code = ctypes.get_errno() or errno.ENOMEM
-            raise OSError(code, os.strerror(code))
+            raise _refusal()
         return Operation(self._library, self._address, operation, self._size)
+
+    def run(
+        self, call: Call, source: int, target: int, timeout_s: float, patience_s: float
+    ) -> Operation | None:
+        """Carry out a collective in the calling thread; None when it is done.
+
+        Args:
+            call: what this rank calls.
+            source: address of the input.
+            target: address of the output.
+            timeout_s: how long the other ranks may take.
+            patience_s: after which it comes back with the operation, still under way.
+
+        Raises:
+            OSError: as for ``submit``.
+        """
+        left = ctypes.c_void_p()
+        arguments = (call, source, target, timeout_s, patience_s, ctypes.byref(left))
+        if self._library.pl_run(self._address, *arguments) == 0:
+            return None
+        if not left.value:
+            raise _refusal()
+        return Operation(self._library, self._address, left.value, self._size)
 
     def close(self) -> None:
         """Leave; operations in flight fail, and none may be waited for afterwards."""
@@ -251,11 +275,18 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     address, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     signatures = {
         "pl_board_bytes": (size, [integer]),
-        "pl_open": (address, [integer, integer, address, address, size, address, address, integer, integer]),
+        "pl_open": (
+            address,
+            [integer, integer, address, address, size, size, address, address, integer, integer],
+        ),
         "pl_close": (None, [address]),
         "pl_submit": (
             address,
             [address, ctypes.POINTER(Call), address, address, ctypes.c_double, integer],
+        ),
+        "pl_run": (
+            integer,
+            [address, ctypes.POINTER(Call), address, address, ctypes.c_double, ctypes.c_double, address],
         ),
         "pl_wait": (integer, [address, address, ctypes.c_double]),
         "pl_status_of": (integer, [address]),
@@ -272,6 +303,10 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def _refusal() -> OSError:
+    return _system_error(ctypes.get_errno() or errno.ENOMEM)
 
 
 def _system_error(code: int) -> OSError:

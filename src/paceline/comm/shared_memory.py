@@ -6,7 +6,11 @@
 It is a ``torch.distributed.ProcessGroup``, so torch's own DDP, FSDP and Accelerate run on it
 as well. Collectives that the kernel has (all_reduce, reduce, broadcast, all_gather,
 reduce_scatter, all_to_all of equal parts, barrier) go there; every other one goes to the Gloo
-group inside, which also serves all of them where ranks cannot share memory.
+group inside, after the ranks compared their calls. Gloo also serves all of them where ranks cannot
+share memory.
+
+A call that does not ask for ``async_op`` is carried out in the calling thread, as far as the other
+ranks are there; any other one by a thread of the kernel, or by whoever waits for it earlier.
 
 A tensor from ``allocate_tensor`` lies where the other ranks can read it and is reduced in
 place; any other is copied through in pieces. Results do not depend on which it was.
@@ -33,11 +37,14 @@ from paceline.comm import hosts
 from paceline.comm.arena import Arena
 from paceline.comm.calls import BYTES, reduction_of
 from paceline.comm.local import SharedMemory, copy_call, reduce_call
-from paceline.comm.native import NOWHERE, Call, Kind
+from paceline.comm.native import Call, Kind
 from paceline.comm.several_hosts import SeveralHosts
+from paceline.comm.through_gloo import ComparedCalls
 from paceline.comm.work import JoinedWork
 
 logger = logging.getLogger("paceline")
+
+_UNSET = timedelta(0)  # torch's options hold -1 ms where the group's own timeout counts
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -63,6 +70,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._memory: SharedMemory | None = None  # of all ranks
+        self._compared: ComparedCalls | None = None
         self._hosts: SeveralHosts | None = None
         layout, reason = hosts.same_host(store, rank, size), None
         joined = hosts.join(store, layout)
@@ -77,6 +85,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         memory = SharedMemory(joined, [(list(global_ranks) or range(size))[r] for r in layout.neighbours])
         if len(layout.hosts) == 1:
             self._memory = memory
+            self._compared = ComparedCalls(memory)
         else:
             self._hosts = SeveralHosts(memory, layout, store, timeout)
 
@@ -106,10 +115,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Reduce tensors over all ranks, in place, on all of them."""
         tensors, opts = _listed(tensors), _options(dist.AllreduceOptions, opts, timeout)
-        works = [self._all_reduce(tensor, opts) for tensor in tensors]
-        if None in works:
-            return self._gloo.allreduce(tensors, opts)
-        return _joined(works)
+        return _joined([self._all_reduce(tensor, opts) for tensor in tensors])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce several tensors over all ranks, in place."""
@@ -120,7 +126,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not isinstance(opts, dist.ReduceOptions):
             return self._gloo.reduce(tensors, opts, *more)
         (tensor,) = tensors
-        return self._reduce(Kind.reduce, tensor, opts, opts.rootRank) or self._gloo.reduce(tensors, opts)
+        root = opts.rootRank
+        return self._reduce(Kind.reduce, tensor, opts, root) or self._through_gloo(
+            "reduce", tensor, tensor.numel(), root, opts, lambda: self._gloo.reduce(tensors, opts), tensors
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Copy the root's tensor into all ranks' tensors."""
@@ -130,7 +139,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             opts.rootRank = root
         (tensor,) = tensors
         if not self._serves(tensor):
-            return self._gloo.broadcast(tensors, opts)
+            root, begin = opts.rootRank, partial(self._gloo.broadcast, tensors, opts)
+            return self._through_gloo("broadcast", tensor, tensor.numel(), root, opts, begin, tensors)
         flat = _flat(tensor)
         call = copy_call(Kind.broadcast, tensor, tensor.nbytes, opts.rootRank)
         return self._start(call, flat, flat, opts, [tensor], _copy_back(tensor, flat))
@@ -139,7 +149,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Gather every rank's tensor, one after the other, into one tensor on all ranks."""
         opts = opts or _new_options("AllgatherOptions")
         if not self._serves(output, input) or output.numel() != input.numel() * self.size():
-            return self._gloo.all_gather_single(output, input, opts)
+            begin = partial(self._gloo.all_gather_single, output, input, opts)
+            return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
         source, target = _flat(input), _flat(output)
         call = copy_call(Kind.all_gather, input, input.nbytes)
         return self._start(call, source, target, opts, [output], _copy_back(output, target))
@@ -150,7 +161,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or _new_options("AllgatherOptions")
         alike = all(t.shape == source.shape and t.dtype == source.dtype for t in targets)
         if not self._serves(source, *targets) or not alike or len(targets) != self.size():
-            return self._gloo.allgather(outputs, inputs, opts)
+            begin = partial(self._gloo.allgather, outputs, inputs, opts)
+            return self._through_gloo("all_gather", source, 0, 0, opts, begin, targets)
         gathered = source.new_empty((len(targets), *source.shape))
         call = copy_call(Kind.all_gather, source, source.nbytes)
         finish = partial(_copy_all, targets, gathered)
@@ -162,7 +174,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work = None
         if input.numel() == output.numel() * self.size():
             work = self._reduce_scatter(output, input, opts)
-        return work or self._gloo.reduce_scatter_single(output, input, opts)
+        begin = partial(self._gloo.reduce_scatter_single, output, input, opts)
+        return work or self._through_gloo("reduce_scatter_single", input, 0, 0, opts, begin, [output])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
         """Reduce a list of tensors over all ranks and give each one of them."""
@@ -173,7 +186,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work = None
         if all(t.shape == output.shape and t.dtype == output.dtype for t in sources):
             work = self._reduce_scatter(output, torch.stack(list(sources)), opts)
-        return work or self._gloo.reduce_scatter(outputs, inputs, opts)
+        begin = partial(self._gloo.reduce_scatter, outputs, inputs, opts)
+        return work or self._through_gloo("reduce_scatter", output, 0, 0, opts, begin, outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None
@@ -183,7 +197,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         equal = not output_split_sizes and not input_split_sizes and input.numel() % self.size() == 0
         if not equal or not self._serves(output, input) or output.numel() != input.numel():
             splits = (output_split_sizes, input_split_sizes)
-            return self._gloo.all_to_all_single(output, input, *splits, opts)
+            begin = partial(self._gloo.all_to_all_single, output, input, *splits, opts)
+            return self._through_gloo("all_to_all_single", input, 0, 0, opts, begin, [output])
         source, target = _flat(input), _flat(output)
         call = copy_call(Kind.all_to_all, input, input.nbytes // self.size())
         return self._start(call, source, target, opts, [output], _copy_back(output, target))
@@ -197,10 +212,32 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = _options(dist.BarrierOptions, opts, timeout)
         if self._memory is None:
             return self._gloo.barrier(opts)
-        call = Call(Kind.barrier, 0, BYTES, 0, 0, 0, 0, NOWHERE, 1.0)
+        call = Call(Kind.barrier, 0, BYTES, 0, 0, 0, 0, 0, 1.0)
         return self._start(call, None, None, opts, [], None)
 
     # Of Gloo: see the note above.
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
+        """Gather every rank's tensor into a list of tensors on the root."""
+        begin = partial(self._gloo.gather, outputs, inputs, opts, *more)
+        if not isinstance(opts, dist.GatherOptions):
+            return begin()
+        (source,), results = inputs, outputs[0] if outputs else []
+        return self._through_gloo("gather", source, source.numel(), opts.rootRank, opts, begin, results)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
+        """Give each rank one of the root's tensors."""
+        begin = partial(self._gloo.scatter, outputs, inputs, opts, *more)
+        if not isinstance(opts, dist.ScatterOptions):
+            return begin()
+        (target,) = outputs
+        return self._through_gloo("scatter", target, target.numel(), opts.rootRank, opts, begin, outputs)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Send tensor r to rank r; receive rank r's as tensor r. Sizes may differ."""
+        opts = opts or dist.AllToAllOptions()
+        begin = partial(self._gloo.alltoall, outputs, inputs, opts)
+        return self._through_gloo("all_to_all", inputs[0], 0, 0, opts, begin, outputs)
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:  # noqa: N803
         """Send a tensor to one rank."""
@@ -250,6 +287,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # -- below ----------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
+        if self._compared is not None:
+            self._compared.close()
         if self._memory is not None:
             self._memory.close()
         if self._hosts is not None:
@@ -261,13 +300,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._memory.arena if self._memory is not None else None
 
     def _timeout_of(self, opts: Any) -> float:
-        own: float = opts.timeout.total_seconds()
-        return own if own > 0 else self._timeout_s
+        own = opts.timeout
+        return own.total_seconds() if own > _UNSET else self._timeout_s
 
     def _serves(self, *tensors: Tensor) -> bool:
-        return self._memory is not None and all(
-            t.device.type == "cpu" and t.layout is torch.strided and not t.is_quantized for t in tensors
-        )
+        return self._memory is not None and all(map(_is_plain, tensors))
 
     def _start(
         self,
@@ -279,16 +316,38 @@ class SharedMemoryGroup(dist.ProcessGroup):
         finish: Callable[[], Any] | None,
     ) -> dist.Work:
         assert self._memory is not None
-        timeout_s = self._timeout_of(opts)
-        return self._memory.start(call, source, target, timeout_s, opts.asyncOp, results, finish)
+        begin = self._memory.start if opts.asyncOp else self._memory.run
+        return begin(call, source, target, self._timeout_of(opts), results, finish)
 
-    def _all_reduce(self, tensor: Tensor, opts: Any) -> dist.Work | None:
-        if self._hosts is None:
-            return self._reduce(Kind.all_reduce, tensor, opts, root=0)
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    def _through_gloo(
+        self,
+        name: str,
+        tensor: Tensor,
+        numel: int,
+        root: int,
+        opts: Any,
+        begin: Callable[[], dist.Work],
+        results: Sequence[Tensor],
+    ) -> dist.Work:
+        if self._compared is None:
+            return begin()
+        return self._compared.start(name, tensor, numel, root, self._timeout_of(opts), begin, results)
+
+    def _all_reduce(self, tensor: Tensor, opts: Any) -> dist.Work:
+        if self._hosts is not None:
+            work = self._all_reduce_over_hosts(self._hosts, tensor, opts)
+        else:
+            work = self._reduce(Kind.all_reduce, tensor, opts, root=0)
+        if work is not None:
+            return work
+        begin = partial(self._gloo.allreduce, [tensor], opts)
+        return self._through_gloo("all_reduce", tensor, tensor.numel(), 0, opts, begin, [tensor])
+
+    def _all_reduce_over_hosts(self, hosts: SeveralHosts, tensor: Tensor, opts: Any) -> dist.Work | None:
+        if not _is_plain(tensor):
             return None
         wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return self._hosts.all_reduce(wire, opts.reduceOp, self._timeout_of(opts))
+        return hosts.all_reduce(wire, opts.reduceOp, self._timeout_of(opts))
 
     def _reduce(self, kind: Kind, tensor: Tensor, opts: Any, root: int) -> dist.Work | None:
         """None when the kernel does not do it."""
@@ -319,6 +378,10 @@ def create_group(options: Any, _: Any) -> dist.ProcessGroup:
     """What torch.distributed calls for backend "shm"."""
     ranks = options.global_ranks_in_group
     return SharedMemoryGroup(options.store, options.group_rank, options.group_size, options.timeout, ranks)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _flat(tensor: Tensor) -> Tensor:

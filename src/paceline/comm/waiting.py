@@ -23,7 +23,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,9 @@ class Peers:
         """
         if isinstance(error, CommunicationError):  # the group knows the ranks itself
             because = f", because {error.reason}" if error.reason else ""
-            return type(error)(f"rank {self.rank}: {what} failed{because}. The process group said: {error}")
+            left = self._exceptions_of(dist.get_group_rank(self.group, rank) for rank in error.ranks)
+            text = f"rank {self.rank}: {what} failed{because}.{left} The process group said: {error}"
+            return type(error)(text)
         timed_out = "timed out" in str(error).lower()
         cause = self._cause_told_by_others()
         if cause is None and timed_out:
@@ -150,9 +152,13 @@ class Peers:
     def _failure(self, cause: Cause, what: str, said: str = "") -> CommunicationError:
         self._tell_others(cause)
         kind = CollectiveTimeoutError if cause.kind == "absent" else PeerLostError
-        texts = {rank: self._read(f"exception/{rank}") for rank in cause.ranks}
-        left = "".join(f" Rank {rank} had raised {text}." for rank, text in texts.items() if text)
+        left = self._exceptions_of(cause.ranks)
         return kind(f"rank {self.rank}: {what} failed, because {cause.in_words()}.{left}{said}")
+
+    def _exceptions_of(self, ranks: Iterable[int]) -> str:
+        """What these ranks said of themselves before they were gone, as sentences to append."""
+        texts = {rank: self._read(f"exception/{rank}") for rank in ranks}
+        return "".join(f" Rank {rank} had raised {text}." for rank, text in texts.items() if text)
 
     @contextlib.contextmanager
     def _standing_in_line(self, what: str) -> Iterator[None]:

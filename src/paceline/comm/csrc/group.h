@@ -40,6 +40,7 @@ struct pl_op {
     struct timespec deadline;  /* set when begun */
     int turn;                  /* parity of number */
     _Atomic uint32_t status;   /* waited on */
+    _Atomic int sleepers;
     _Atomic int holders;       /* the queue and the caller */
     pl_op *next;
     int size;
@@ -52,8 +53,8 @@ struct pl_group {
     int spins, budget; /* most that are tried before sleeping, and what is of use now */
     unsigned meetings;
     pl_board *board;
-    size_t stage_bytes;
-    pid_t owner;
+    size_t arena_bytes, stage_bytes;
+    _Atomic bool forked;       /* in a child of the process that opened it */
     uint32_t phase;
     _Atomic bool closing;
     pthread_mutex_t lock;

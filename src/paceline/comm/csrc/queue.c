@@ -45,9 +45,11 @@ static void after_fork_in_parent(void)
 
 static void after_fork_in_child(void)
 {
-    for (pl_group *group = open_groups; group; group = group->next_open)
+    for (pl_group *group = open_groups; group; group = group->next_open) {
+        atomic_store(&group->forked, true);
         for (int i = 0; i < group->n_fds; i++)
             close(group->fds[i]);
+    }
     open_groups = NULL;
     pthread_mutex_unlock(&open_groups_lock);
 }
@@ -96,7 +98,7 @@ static int *copy_of(const int *values, int n)
     return copy;
 }
 
-pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t stage_bytes,
+pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t arena_bytes, size_t stage_bytes,
                   const int *sockets, const int *fds, int n_fds, int spins)
 {
     pl_group *group = calloc(1, sizeof *group + (size_t)size * sizeof group->arenas[0]);
@@ -105,9 +107,9 @@ pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t s
     group->rank = rank;
     group->size = size;
     group->board = board;
+    group->arena_bytes = arena_bytes;
     group->stage_bytes = stage_bytes;
     group->spins = group->budget = spins;
-    group->owner = getpid();
     group->sockets = copy_of(sockets, size);
     group->fds = copy_of(fds, n_fds);
     group->n_fds = n_fds;
@@ -138,7 +140,8 @@ static void complete(pl_group *group, pl_op *op, int status)
         for (int r = 0; r < group->size; r++)
             op->culprits[r] = atomic_load(&pl_seat_of(group, r)->culprit);
     atomic_store(&op->status, (uint32_t)status);
-    pl_wake_all(&op->status, false);
+    if (atomic_load(&op->sleepers))
+        pl_wake_all(&op->status, false);
     drop(op);
 }
 
@@ -196,9 +199,15 @@ static bool start_thread(pl_group *group)
     return group->has_thread;
 }
 
+static int64_t place_of(const pl_group *group, const void *in)
+{
+    const uintptr_t begin = (uintptr_t)group->arenas[group->rank], at = (uintptr_t)in;
+    return in && at >= begin && at < begin + group->arena_bytes ? (int64_t)(at - begin) : PL_NOWHERE;
+}
+
 pl_op *pl_submit(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s, int begin_now)
 {
-    if (group->owner != getpid()) {
+    if (atomic_load(&group->forked)) {
         errno = ECHILD;
         return NULL;
     }
@@ -207,6 +216,7 @@ pl_op *pl_submit(pl_group *group, const pl_call *call, const void *in, void *out
         return NULL;
     op->calls = calloc((size_t)group->size, sizeof *op->calls);
     op->call = *call;
+    op->call.place = place_of(group, in);
     op->in = in;
     op->out = out;
     op->timeout_s = timeout_s;
@@ -237,15 +247,32 @@ int pl_wait(pl_group *group, pl_op *op, double patience_s)
 {
     const struct timespec until = pl_after(patience_s);
     while (atomic_load(&op->status) == PL_PENDING) {
-        if (group->owner != getpid())
+        if (atomic_load(&group->forked))
             return PL_FORKED;
         const double left = pl_seconds_until(&until);
         if (left <= 0)
             break;
-        if (!run_first(group, left < CALLER_PATIENCE_S ? left : CALLER_PATIENCE_S))
-            pl_sleep_on(&op->status, PL_PENDING, left, false);
+        if (run_first(group, left < CALLER_PATIENCE_S ? left : CALLER_PATIENCE_S))
+            continue;
+        atomic_fetch_add(&op->sleepers, 1);
+        pl_sleep_on(&op->status, PL_PENDING, left, false);
+        atomic_fetch_sub(&op->sleepers, 1);
     }
     return (int)atomic_load(&op->status);
+}
+
+int pl_run(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s, double patience_s,
+           pl_op **left)
+{
+    *left = pl_submit(group, call, in, out, timeout_s, false);
+    if (!*left)
+        return PL_PENDING;
+    const int status = pl_wait(group, *left, patience_s);
+    if (status == PL_OK) {
+        pl_op_free(*left);
+        *left = NULL;
+    }
+    return status;
 }
 
 int pl_status_of(const pl_op *op)
@@ -275,7 +302,7 @@ void pl_op_free(pl_op *op)
 
 void pl_close(pl_group *group)
 {
-    if (group->owner != getpid())
+    if (atomic_load(&group->forked))
         return; /* a forked child: neither thread nor memory are its own */
     unlist(group);
     pthread_mutex_lock(&group->lock);

@@ -1,5 +1,6 @@
 #include "reduce.h"
 
+#include <stdbool.h>
 #include <string.h>
 
 /* Loops are compiled once per instruction set; the loader picks the widest that the processor has.
@@ -10,6 +11,9 @@
 #define VECTOR
 #endif
 
+/* Buffers are the same or do not overlap: no element depends on another one. */
+#define ELEMENTWISE _Pragma("GCC ivdep")
+
 enum { BLOCK = 2048 }; /* elements: a block of accumulators stays in the first-level cache */
 
 typedef union {
@@ -18,47 +22,53 @@ typedef union {
     int64_t words[BLOCK];
 } block __attribute__((aligned(64)));
 
-typedef void load_fn(void *acc, const void *src, double factor, size_t n);
-typedef void divide_fn(void *acc, double by, size_t n);
-typedef void store_fn(void *dst, const void *acc, size_t n);
+/* dst[i] = a[i] (op) b[i] * factor. dst may be a or b: element i is read before it is written. */
+typedef void fold_fn(void *dst, const void *a, const void *b, double factor, size_t n);
+typedef void scale_fn(void *dst, const void *src, double by, size_t n);
+typedef void convert_fn(void *dst, const void *src, size_t n);
 
 /* ---- one definition per element type ----------------------------------------------------------------- */
 
-#define FOLD(NAME, T, WIDE, EXPRESSION)                                                     \
-    VECTOR static void NAME(void *restrict accv, const void *restrict srcv, double factor, size_t n) \
-    {                                                                                       \
-        T *restrict acc = accv;                                                             \
-        const T *restrict src = srcv;                                                       \
-        const WIDE f = (WIDE)factor;                                                        \
-        (void)f;                                                                            \
-        for (size_t i = 0; i < n; i++) {                                                    \
-            const T a = acc[i], x = src[i];                                                 \
-            (void)a;                                                                        \
-            acc[i] = (T)(EXPRESSION);                                                       \
-        }                                                                                   \
+#define FOLD(NAME, T, WIDE, EXPRESSION)                                                          \
+    VECTOR static void NAME(void *dstv, const void *av, const void *bv, double factor, size_t n) \
+    {                                                                                            \
+        T *dst = dstv;                                                                           \
+        const T *left = av, *right = bv;                                                         \
+        const WIDE f = (WIDE)factor;                                                             \
+        (void)f;                                                                                 \
+        ELEMENTWISE                                                                              \
+        for (size_t i = 0; i < n; i++) {                                                         \
+            const T a = left[i], x = right[i];                                                   \
+            dst[i] = (T)(EXPRESSION);                                                            \
+        }                                                                                        \
     }
 
-#define DIVIDE(NAME, T, EXPRESSION)                              \
-    VECTOR static void NAME(void *accv, double by, size_t n)     \
-    {                                                            \
-        T *acc = accv;                                           \
-        const T d = (T)by;                                       \
-        for (size_t i = 0; i < n; i++)                           \
-            acc[i] = (T)(EXPRESSION);                            \
+#define SCALE(NAME, T, WIDE, EXPRESSION)                                                \
+    VECTOR static void NAME(void *dstv, const void *srcv, double by, size_t n)          \
+    {                                                                                   \
+        T *dst = dstv;                                                                  \
+        const T *src = srcv;                                                            \
+        const WIDE f = (WIDE)by;                                                        \
+        ELEMENTWISE                                                                     \
+        for (size_t i = 0; i < n; i++) {                                                \
+            const T x = src[i];                                                         \
+            dst[i] = (T)(EXPRESSION);                                                   \
+        }                                                                               \
     }
 
 /* A NaN on any rank is the result on all, whatever the order of the ranks. */
 #define FLOATING(NAME, T)                                        \
-    FOLD(NAME##_first_scaled, T, T, x * f)                       \
+    SCALE(NAME##_scaled, T, T, x * f)                            \
+    SCALE(NAME##_divided, T, T, x / f)                           \
     FOLD(NAME##_sum, T, T, a + x)                                \
     FOLD(NAME##_product, T, T, a * x)                            \
     FOLD(NAME##_min, T, T, (x < a) | (x != x) ? x : a)           \
     FOLD(NAME##_max, T, T, (x > a) | (x != x) ? x : a)           \
-    FOLD(NAME##_sum_scaled, T, T, a + x * f)                     \
-    DIVIDE(NAME##_divide, T, acc[i] / d)
+    FOLD(NAME##_sum_scaled, T, T, a + x * f)
 
 #define WHOLE(NAME, T, U)                                        \
-    FOLD(NAME##_first_scaled, T, double, x * f)                  \
+    SCALE(NAME##_scaled, T, double, x * f)                       \
+    SCALE(NAME##_divided, T, T, x / f)                           \
     FOLD(NAME##_sum, T, double, (U)a + (U)x)                     \
     FOLD(NAME##_product, T, double, (U)a * (U)x)                 \
     FOLD(NAME##_min, T, double, x < a ? x : a)                   \
@@ -66,8 +76,7 @@ typedef void store_fn(void *dst, const void *acc, size_t n);
     FOLD(NAME##_band, T, double, a & x)                          \
     FOLD(NAME##_bor, T, double, a | x)                           \
     FOLD(NAME##_bxor, T, double, a ^ x)                          \
-    FOLD(NAME##_sum_scaled, T, double, (U)a + (U)(T)(x * f))     \
-    DIVIDE(NAME##_divide, T, acc[i] / d)
+    FOLD(NAME##_sum_scaled, T, double, (U)a + (U)(T)(x * f))
 
 FLOATING(f32, float)
 FLOATING(f64, double)
@@ -96,8 +105,10 @@ static inline float float_of(uint32_t u)
     return x;
 }
 
-VECTOR static void widen_bf16(float *restrict dst, const uint16_t *restrict src, size_t n)
+VECTOR static void widen_bf16(void *restrict dstv, const void *restrict srcv, size_t n)
 {
+    float *restrict dst = dstv;
+    const uint16_t *restrict src = srcv;
     for (size_t i = 0; i < n; i++)
         dst[i] = float_of((uint32_t)src[i] << 16);
 }
@@ -114,8 +125,10 @@ VECTOR static void narrow_bf16(void *restrict dstv, const void *restrict srcv, s
     }
 }
 
-VECTOR static void widen_f16(float *restrict dst, const uint16_t *restrict src, size_t n)
+VECTOR static void widen_f16(void *restrict dstv, const void *restrict srcv, size_t n)
 {
+    float *restrict dst = dstv;
+    const uint16_t *restrict src = srcv;
     const float rebias = float_of((254u - 15u) << 23); /* 2^112: also brings subnormals to their place */
     for (size_t i = 0; i < n; i++) {
         const uint32_t magnitude = (src[i] & 0x7fffu);
@@ -143,65 +156,20 @@ VECTOR static void narrow_f16(void *restrict dstv, const void *restrict srcv, si
     }
 }
 
-#define HALF_FOLD(HALF, NAME)                                                       \
-    static void HALF##_##NAME(void *acc, const void *src, double factor, size_t n)  \
-    {                                                                               \
-        float wide[BLOCK] __attribute__((aligned(64)));                             \
-        widen_##HALF(wide, src, n);                                                 \
-        f32_##NAME(acc, wide, factor, n);                                           \
-    }
-
-#define HALF(NAME)                                                                  \
-    static void NAME##_first(void *acc, const void *src, double factor, size_t n)   \
-    {                                                                               \
-        (void)factor;                                                               \
-        widen_##NAME(acc, src, n);                                                  \
-    }                                                                               \
-    HALF_FOLD(NAME, first_scaled)                                                   \
-    HALF_FOLD(NAME, sum)                                                            \
-    HALF_FOLD(NAME, product)                                                        \
-    HALF_FOLD(NAME, min)                                                            \
-    HALF_FOLD(NAME, max)                                                            \
-    HALF_FOLD(NAME, sum_scaled)
-
-HALF(bf16)
-HALF(f16)
-
 /* ---- bool: sums saturate, as torch's do --------------------------------------------------------------- */
 
 FOLD(bool_or, uint8_t, uint8_t, (a != 0) | (x != 0))
 FOLD(bool_and, uint8_t, uint8_t, (a != 0) & (x != 0))
 FOLD(bool_xor, uint8_t, uint8_t, (a != 0) ^ (x != 0))
 
-static void keep(void *acc, double by, size_t n)
-{
-    (void)acc, (void)by, (void)n;
-}
-
 /* ---- tables -------------------------------------------------------------------------------------------- */
-
-#define COPIES(NAME, BYTES)                                                       \
-    static void NAME##_load(void *acc, const void *src, double factor, size_t n)  \
-    {                                                                             \
-        (void)factor;                                                             \
-        memcpy(acc, src, n * (BYTES));                                            \
-    }                                                                             \
-    static void NAME##_store(void *dst, const void *acc, size_t n)                \
-    {                                                                             \
-        memcpy(dst, acc, n * (BYTES));                                            \
-    }
-
-COPIES(copy1, 1)
-COPIES(copy2, 2)
-COPIES(copy4, 4)
-COPIES(copy8, 8)
 
 typedef struct {
     size_t bytes;
-    load_fn *first, *first_scaled;
-    load_fn *fold[PL_PREMUL_SUM + 1];
-    divide_fn *divide;
-    store_fn *store;
+    bool floating;
+    convert_fn *widen, *narrow; /* NULL where it is computed with as it lies */
+    scale_fn *scaled, *divided; /* divided may be NULL: an average is what the fold says */
+    fold_fn *fold[PL_PREMUL_SUM + 1];
 } element;
 
 #define FLOAT_FOLDS(NAME)                                                                      \
@@ -210,33 +178,31 @@ typedef struct {
         [PL_MIN] = NAME##_min, [PL_MAX] = NAME##_max, [PL_PREMUL_SUM] = NAME##_sum_scaled      \
     }
 
-#define WHOLE_ELEMENT(NAME, COPY, BYTES)                                                       \
+#define WHOLE_ELEMENT(NAME, BYTES)                                                             \
     {                                                                                          \
-        BYTES, COPY##_load, NAME##_first_scaled,                                               \
+        BYTES, false, NULL, NULL, NAME##_scaled, NAME##_divided,                               \
             {[PL_SUM] = NAME##_sum, [PL_AVG] = NAME##_sum, [PL_PRODUCT] = NAME##_product,      \
              [PL_MIN] = NAME##_min, [PL_MAX] = NAME##_max, [PL_BAND] = NAME##_band,            \
-             [PL_BOR] = NAME##_bor, [PL_BXOR] = NAME##_bxor, [PL_PREMUL_SUM] = NAME##_sum_scaled}, \
-            NAME##_divide, COPY##_store                                                        \
+             [PL_BOR] = NAME##_bor, [PL_BXOR] = NAME##_bxor, [PL_PREMUL_SUM] = NAME##_sum_scaled} \
     }
 
 static const element ELEMENTS[PL_TYPES] = {
-    [PL_F32] = {4, copy4_load, f32_first_scaled, FLOAT_FOLDS(f32), f32_divide, copy4_store},
-    [PL_F64] = {8, copy8_load, f64_first_scaled, FLOAT_FOLDS(f64), f64_divide, copy8_store},
-    [PL_BF16] = {2, bf16_first, bf16_first_scaled, FLOAT_FOLDS(bf16), f32_divide, narrow_bf16},
-    [PL_F16] = {2, f16_first, f16_first_scaled, FLOAT_FOLDS(f16), f32_divide, narrow_f16},
-    [PL_I8] = WHOLE_ELEMENT(i8, copy1, 1),
-    [PL_U8] = WHOLE_ELEMENT(u8, copy1, 1),
-    [PL_I16] = WHOLE_ELEMENT(i16, copy2, 2),
-    [PL_U16] = WHOLE_ELEMENT(u16, copy2, 2),
-    [PL_I32] = WHOLE_ELEMENT(i32, copy4, 4),
-    [PL_U32] = WHOLE_ELEMENT(u32, copy4, 4),
-    [PL_I64] = WHOLE_ELEMENT(i64, copy8, 8),
-    [PL_U64] = WHOLE_ELEMENT(u64, copy8, 8),
-    [PL_BOOL] = {1, copy1_load, u8_first_scaled,
+    [PL_F32] = {4, true, NULL, NULL, f32_scaled, f32_divided, FLOAT_FOLDS(f32)},
+    [PL_F64] = {8, true, NULL, NULL, f64_scaled, f64_divided, FLOAT_FOLDS(f64)},
+    [PL_BF16] = {2, true, widen_bf16, narrow_bf16, f32_scaled, f32_divided, FLOAT_FOLDS(f32)},
+    [PL_F16] = {2, true, widen_f16, narrow_f16, f32_scaled, f32_divided, FLOAT_FOLDS(f32)},
+    [PL_I8] = WHOLE_ELEMENT(i8, 1),
+    [PL_U8] = WHOLE_ELEMENT(u8, 1),
+    [PL_I16] = WHOLE_ELEMENT(i16, 2),
+    [PL_U16] = WHOLE_ELEMENT(u16, 2),
+    [PL_I32] = WHOLE_ELEMENT(i32, 4),
+    [PL_U32] = WHOLE_ELEMENT(u32, 4),
+    [PL_I64] = WHOLE_ELEMENT(i64, 8),
+    [PL_U64] = WHOLE_ELEMENT(u64, 8),
+    [PL_BOOL] = {1, false, NULL, NULL, u8_scaled, NULL,
                  {[PL_SUM] = bool_or, [PL_AVG] = bool_and, [PL_PRODUCT] = bool_and, [PL_MIN] = bool_and,
                   [PL_MAX] = bool_or, [PL_BAND] = bool_and, [PL_BOR] = bool_or, [PL_BXOR] = bool_xor,
-                  [PL_PREMUL_SUM] = bool_or},
-                 keep, copy1_store},
+                  [PL_PREMUL_SUM] = bool_or}},
 };
 
 size_t pl_size_of(int type)
@@ -244,22 +210,56 @@ size_t pl_size_of(int type)
     return ELEMENTS[type].bytes;
 }
 
+/* A block of one rank's input as it is computed with: where it lies, or widened into `room`. */
+static const void *widened(const element *e, const void *source, block *room, size_t n)
+{
+    if (!e->widen)
+        return source;
+    e->widen(room, source, n);
+    return room;
+}
+
+static void average(const element *e, void *sum, int n_sources, size_t n)
+{
+    if (e->floating && (n_sources & (n_sources - 1)) == 0) /* exact as well, and much quicker */
+        e->scaled(sum, sum, 1.0 / n_sources, n);
+    else
+        e->divided(sum, sum, n_sources, n);
+}
+
+/* The last fold may write to `result`, which may be a source: by then it was read. */
+static void reduce_block(const element *e, int reduction, const char *const *sources, const double *factors,
+                         int n_sources, size_t at, void *result, size_t n)
+{
+    block sum, room;
+    void *const last = e->narrow ? (void *)&sum : result;
+    const void *so_far = widened(e, sources[0] + at, &sum, n);
+    if (reduction == PL_PREMUL_SUM) {
+        e->scaled(&sum, so_far, factors[0], n);
+        so_far = &sum;
+    }
+    for (int r = 1; r < n_sources; r++) {
+        void *to = r < n_sources - 1 ? (void *)&sum : last;
+        e->fold[reduction](to, so_far, widened(e, sources[r] + at, &room, n), factors[r], n);
+        so_far = to;
+    }
+    if (reduction == PL_AVG && e->divided && n_sources > 1)
+        average(e, last, n_sources, n);
+    if (e->narrow)
+        e->narrow(result, so_far, n);
+    else if (so_far != result) /* there is one source only */
+        memcpy(result, so_far, n * e->bytes);
+}
+
 void pl_combine(int type, int reduction, const void *const *sources, const double *factors, int n_sources,
                 void *const *destinations, int n_destinations, size_t n)
 {
     const element *e = &ELEMENTS[type];
-    load_fn *first = reduction == PL_PREMUL_SUM ? e->first_scaled : e->first;
-    load_fn *fold = e->fold[reduction];
-    block acc;
     for (size_t begin = 0; begin < n; begin += BLOCK) {
-        const size_t count = n - begin < BLOCK ? n - begin : BLOCK;
-        const size_t at = begin * e->bytes;
-        first(&acc, (const char *)sources[0] + at, factors[0], count);
-        for (int r = 1; r < n_sources; r++)
-            fold(&acc, (const char *)sources[r] + at, factors[r], count);
-        if (reduction == PL_AVG)
-            e->divide(&acc, n_sources, count);
-        for (int d = 0; d < n_destinations; d++)
-            e->store((char *)destinations[d] + at, &acc, count);
+        const size_t count = n - begin < BLOCK ? n - begin : BLOCK, at = begin * e->bytes;
+        void *first = (char *)destinations[0] + at;
+        reduce_block(e, reduction, (const char *const *)sources, factors, n_sources, at, first, count);
+        for (int d = 1; d < n_destinations; d++)
+            memcpy((char *)destinations[d] + at, first, count * e->bytes);
     }
 }

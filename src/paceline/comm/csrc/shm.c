@@ -14,7 +14,7 @@
  * Reductions run in the order of ranks, so that results are equal on all ranks and in every run.
  *
  * count is the number of elements of: the tensor (all-reduce, reduce, broadcast), one rank's part
- * (all-gather's input, reduce-scatter's output, one of all-to-all's parts), nothing (barrier).
+ * (all-gather's input, reduce-scatter's output, one of all-to-all's parts), nothing (barrier, elsewhere).
  */
 #include "shm.h"
 
@@ -52,7 +52,8 @@ static const pl_call *call_of(const pl_group *group, const pl_op *op, int rank)
 static size_t parts_in(const pl_group *group, const pl_call *call)
 {
     switch (call->kind) {
-    case PL_BARRIER: return 0;
+    case PL_BARRIER:
+    case PL_ELSEWHERE: return 0;
     case PL_REDUCE_SCATTER:
     case PL_ALL_TO_ALL: return (size_t)group->size;
     default: return 1;
@@ -286,7 +287,8 @@ static bool calls_agree(const pl_group *group, const pl_op *op)
     for (int r = 0; r < group->size; r++) {
         const pl_call *theirs = call_of(group, op, r), *mine = &op->call;
         if (theirs->kind != mine->kind || theirs->reduction != mine->reduction || theirs->label != mine->label
-            || theirs->type != mine->type || theirs->root != mine->root || theirs->count != mine->count)
+            || theirs->type != mine->type || theirs->root != mine->root || theirs->count != mine->count
+            || theirs->detail != mine->detail)
             return false;
     }
     return true;

@@ -7,6 +7,7 @@
  *   pl_submit      queue a collective; collectives of one rank run in the order of submission
  *   pl_wait        wait a while for one; runs it in the calling thread when nobody else does
  *   pl_op_free     let go of it
+ *   pl_run         all three at once, for callers that wait anyway
  *   pl_close       leave
  *
  * A call is described by pl_call, which all ranks publish and compare before memory moves.
@@ -17,7 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PL_ABI 3
+#define PL_ABI 4
 
 enum { PL_STAGE_TURNS = 3, PL_EAGER_BYTES = 8192, PL_NOWHERE = -1 };
 
@@ -29,6 +30,7 @@ enum pl_kind {
     PL_ALL_GATHER,
     PL_REDUCE_SCATTER,
     PL_ALL_TO_ALL,
+    PL_ELSEWHERE, /* moves nothing: ranks compare calls that they then carry out by other means */
 };
 
 enum pl_reduction { PL_SUM, PL_AVG, PL_PRODUCT, PL_MIN, PL_MAX, PL_BAND, PL_BOR, PL_BXOR, PL_PREMUL_SUM };
@@ -57,9 +59,9 @@ typedef struct {
     int32_t type;       /* pl_type */
     int32_t label;      /* the caller's own code for the dtype: compared, and kept for messages */
     int32_t root;
-    int32_t reserved;
+    int32_t detail;     /* PL_ELSEWHERE: the caller's own code for the collective */
     int64_t count;      /* elements of the larger side divided by ranks, or of the whole tensor: see shm.c */
-    int64_t place;      /* offset of the input in the rank's arena, or PL_NOWHERE */
+    int64_t place;      /* offset of the input in the rank's arena, or PL_NOWHERE: filled in here */
     double factor;      /* PL_PREMUL_SUM: what this rank's input is multiplied by */
 } pl_call;
 
@@ -71,10 +73,10 @@ int pl_abi(void);
 /* Bytes of the board for so many ranks; its memory starts out zeroed. */
 size_t pl_board_bytes(int size);
 
-/* arenas[r]: where rank r's arena is mapped here; its first PL_STAGE_TURNS * stage_bytes are the staging area.
+/* arenas[r]: where rank r's arena is mapped here, this rank's with arena_bytes; its first PL_STAGE_TURNS * stage_bytes are the staging area.
  * sockets[r]: a connected socket that breaks when rank r's process ends, or -1.
  * fds, n_fds: descriptors to close in forked children. Returns NULL when memory is out. */
-pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t stage_bytes,
+pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t arena_bytes, size_t stage_bytes,
                   const int *sockets, const int *fds, int n_fds, int spins);
 
 /* Ends the group's thread; what is in flight fails with PL_CLOSED. Memory stays mapped: it is the caller's. */
@@ -87,6 +89,11 @@ pl_op *pl_submit(pl_group *group, const pl_call *call, const void *in, void *out
 
 /* Waits up to patience_s seconds; PL_PENDING when the collective is not done by then. */
 int pl_wait(pl_group *group, pl_op *op, double patience_s);
+
+/* Runs a collective and waits up to patience_s. When it is done by then, PL_OK, and nothing is left to free;
+ * else its status and, in *left, the operation. *left is NULL as well when memory or threads are out. */
+int pl_run(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s, double patience_s,
+           pl_op **left);
 
 int pl_status_of(const pl_op *op);
 uint64_t pl_number_of(const pl_op *op);
