@@ -26,11 +26,15 @@ $(PY):
 demo: $(READY)
 	$(PY) -m paceline launch --cpu --num_processes 2 examples/digits.py
 
+# What the engine stands on is tested on both process groups for CPUs.
+ON_SHM := tests/oracle $(addprefix tests/engine/,test_gradients.py test_pass.py test_faults.py test_more.py)
+
 # Tests start many small processes, which share the cores.
 test check: export OMP_NUM_THREADS ?= 1
 
 test: $(READY)
 	$(PY) -m pytest tests
+	PACELINE_TEST_BACKEND=shm $(PY) -m pytest $(ON_SHM) -m "not slow"
 
 check: $(READY)
 	$(PY) -m ruff check .
