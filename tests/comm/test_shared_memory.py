@@ -91,6 +91,23 @@ def test_subgroups():
     assert run_ranks(subgroups, 4, backend="shm") == [[2, 4], [6, 9], [2, 4, 6, 9], [6, 9]]
 
 
+def split(rank: int, world_size: int) -> list[float]:
+    results = []
+    for parts in ([[0, 3], [1, 2]], [[1, 3]]):
+        mine = next((part for part in parts if rank in part), parts[0])
+        group = dist.group.WORLD.split_group(mine)
+        assert (group is None) == (rank not in mine)
+        if group is not None:
+            value = torch.full((5000,), float(rank))
+            group.allreduce([value]).wait()
+            results.append(value[-1].item())
+    return results
+
+
+def test_split_groups():
+    assert run_ranks(split, 4, backend="shm") == [[3.0], [3.0, 4.0], [3.0], [3.0, 4.0]]
+
+
 def coalesced(rank: int, world_size: int) -> list[float]:
     tensors = [torch.full((n,), float(rank + 1)) for n in (3, 5000, 70_000)]
     with dist._coalescing_manager(async_ops=True) as manager:

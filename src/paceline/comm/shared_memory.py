@@ -35,6 +35,7 @@ from torch import Tensor
 
 from paceline.comm import hosts
 from paceline.comm.arena import Arena
+from paceline.comm.call_forms import copy_all, copy_back, flat_of, is_plain, listed, new_options, options_of
 from paceline.comm.calls import BYTES, reduction_of
 from paceline.comm.local import SharedMemory, copy_call, reduce_call
 from paceline.comm.native import Call, Kind
@@ -62,7 +63,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a Python class can extend
+        self._store, self._splits = store, 0
         self._timeout_s = timeout.total_seconds()
+        self._global_ranks = list(global_ranks) or list(range(size))
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
         gloo._set_sequence_number_for_group()
         self._gloo = dist.ProcessGroup(store, rank, size)
@@ -82,7 +85,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if reason is not None:
             joined.disconnect()
             return
-        memory = SharedMemory(joined, [(list(global_ranks) or range(size))[r] for r in layout.neighbours])
+        memory = SharedMemory(joined, [self._global_ranks[r] for r in layout.neighbours])
         if len(layout.hosts) == 1:
             self._memory = memory
             self._compared = ComparedCalls(memory)
@@ -114,7 +117,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Reduce tensors over all ranks, in place, on all of them."""
-        tensors, opts = _listed(tensors), _options(dist.AllreduceOptions, opts, timeout)
+        tensors, opts = listed(tensors), options_of(dist.AllreduceOptions, opts, timeout)
         return _joined([self._all_reduce(tensor, opts) for tensor in tensors])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -133,7 +136,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Copy the root's tensor into all ranks' tensors."""
-        tensors = _listed(tensors)
+        tensors = listed(tensors)
         if not isinstance(opts, dist.BroadcastOptions):
             root, opts = opts or 0, dist.BroadcastOptions()
             opts.rootRank = root
@@ -141,36 +144,36 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not self._serves(tensor):
             root, begin = opts.rootRank, partial(self._gloo.broadcast, tensors, opts)
             return self._through_gloo("broadcast", tensor, tensor.numel(), root, opts, begin, tensors)
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         call = copy_call(Kind.broadcast, tensor, tensor.nbytes, opts.rootRank)
-        return self._start(call, flat, flat, opts, [tensor], _copy_back(tensor, flat))
+        return self._start(call, flat, flat, opts, [tensor], copy_back(tensor, flat))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor, one after the other, into one tensor on all ranks."""
-        opts = opts or _new_options("AllgatherOptions")
+        opts = opts or new_options("AllgatherOptions")
         if not self._serves(output, input) or output.numel() != input.numel() * self.size():
             begin = partial(self._gloo.all_gather_single, output, input, opts)
             return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
-        source, target = _flat(input), _flat(output)
+        source, target = flat_of(input), flat_of(output)
         call = copy_call(Kind.all_gather, input, input.nbytes)
-        return self._start(call, source, target, opts, [output], _copy_back(output, target))
+        return self._start(call, source, target, opts, [output], copy_back(output, target))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into a list of tensors on all ranks."""
         targets, source = (outputs, inputs) if isinstance(inputs, Tensor) else (outputs[0], inputs[0])
-        opts = opts or _new_options("AllgatherOptions")
+        opts = opts or new_options("AllgatherOptions")
         alike = all(t.shape == source.shape and t.dtype == source.dtype for t in targets)
         if not self._serves(source, *targets) or not alike or len(targets) != self.size():
             begin = partial(self._gloo.allgather, outputs, inputs, opts)
             return self._through_gloo("all_gather", source, 0, 0, opts, begin, targets)
         gathered = source.new_empty((len(targets), *source.shape))
         call = copy_call(Kind.all_gather, source, source.nbytes)
-        finish = partial(_copy_all, targets, gathered)
-        return self._start(call, _flat(source), gathered, opts, targets, finish)
+        finish = partial(copy_all, targets, gathered)
+        return self._start(call, flat_of(source), gathered, opts, targets, finish)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Reduce a tensor over all ranks and give each its part."""
-        opts = opts or _new_options("ReduceScatterOptions")
+        opts = opts or new_options("ReduceScatterOptions")
         work = None
         if input.numel() == output.numel() * self.size():
             work = self._reduce_scatter(output, input, opts)
@@ -181,7 +184,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Reduce a list of tensors over all ranks and give each one of them."""
         if isinstance(outputs, Tensor) or more:
             return self._gloo.reduce_scatter(outputs, inputs, opts, *more)
-        opts = opts or _new_options("ReduceScatterOptions")
+        opts = opts or new_options("ReduceScatterOptions")
         (output,), (sources,) = outputs, inputs
         work = None
         if all(t.shape == output.shape and t.dtype == output.dtype for t in sources):
@@ -199,9 +202,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
             splits = (output_split_sizes, input_split_sizes)
             begin = partial(self._gloo.all_to_all_single, output, input, *splits, opts)
             return self._through_gloo("all_to_all_single", input, 0, 0, opts, begin, [output])
-        source, target = _flat(input), _flat(output)
+        source, target = flat_of(input), flat_of(output)
         call = copy_call(Kind.all_to_all, input, input.nbytes // self.size())
-        return self._start(call, source, target, opts, [output], _copy_back(output, target))
+        return self._start(call, source, target, opts, [output], copy_back(output, target))
 
     def barrier(  # type: ignore[override]
         self, opts: Any = None, timeout: timedelta | None = None
@@ -209,7 +212,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Wait until all ranks are here."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
-        opts = _options(dist.BarrierOptions, opts, timeout)
+        opts = options_of(dist.BarrierOptions, opts, timeout)
         if self._memory is None:
             return self._gloo.barrier(opts)
         call = Call(Kind.barrier, 0, BYTES, 0, 0, 0, 0, 0, 1.0)
@@ -267,6 +270,43 @@ class SharedMemoryGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
+    # -- other groups -------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> SharedMemoryGroup | None:
+        """A group of some of these ranks; all of them have to call, each with the ranks of its own part.
+
+        Args:
+            ranks: numbers of ranks in this group.
+            timeout: of the new group; the default is this one's.
+            opts: unused, as there are none for this backend.
+            group_name: of the new group.
+            group_desc: of the new group.
+            device_types: unused, as the new group serves what this one does.
+
+        Returns:
+            The group, or None on a rank that is not among ``ranks``.
+        """
+        self._splits += 1
+        members = sorted(ranks)
+        if self.rank() not in members:
+            return None
+        store = dist.PrefixStore(f"split/{self._splits}/{members[0]}", self._store)
+        timeout = timeout or timedelta(seconds=self._timeout_s)
+        global_ranks = [self._global_ranks[rank] for rank in members]
+        group = SharedMemoryGroup(store, members.index(self.rank()), len(members), timeout, global_ranks)
+        name = group_name or f"{self.group_name}/split/{self._splits}/{members[0]}"
+        group._set_group_name(name)  # type: ignore[arg-type]  # its NewType is private
+        group._set_group_desc(group_desc or "undefined")
+        return group
+
     # -- life ---------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -304,7 +344,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return own.total_seconds() if own > _UNSET else self._timeout_s
 
     def _serves(self, *tensors: Tensor) -> bool:
-        return self._memory is not None and all(map(_is_plain, tensors))
+        return self._memory is not None and all(map(is_plain, tensors))
 
     def _start(
         self,
@@ -344,7 +384,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._through_gloo("all_reduce", tensor, tensor.numel(), 0, opts, begin, [tensor])
 
     def _all_reduce_over_hosts(self, hosts: SeveralHosts, tensor: Tensor, opts: Any) -> dist.Work | None:
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return None
         wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return hosts.all_reduce(wire, opts.reduceOp, self._timeout_of(opts))
@@ -357,10 +397,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         reduction = reduction_of(opts.reduceOp, wire.dtype)
         if reduction is None:
             return None
-        flat = _flat(wire)
+        flat = flat_of(wire)
         call = reduce_call(kind, tensor, wire, reduction, wire.numel(), root)
         returns = kind is Kind.all_reduce or root == self.rank()
-        return self._start(call, flat, flat, opts, [tensor], _copy_back(wire, flat) if returns else None)
+        return self._start(call, flat, flat, opts, [tensor], copy_back(wire, flat) if returns else None)
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work | None:
         if not self._serves(output, input) or output.dtype != input.dtype:
@@ -369,54 +409,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         reduction = reduction_of(opts.reduceOp, results.dtype)
         if reduction is None:
             return None
-        source, target = _flat(sources), _flat(results)
+        source, target = flat_of(sources), flat_of(results)
         call = reduce_call(Kind.reduce_scatter, output, results, reduction, results.numel(), 0)
-        return self._start(call, source, target, opts, [output], _copy_back(results, target))
+        return self._start(call, source, target, opts, [output], copy_back(results, target))
 
 
 def create_group(options: Any, _: Any) -> dist.ProcessGroup:
     """What torch.distributed calls for backend "shm"."""
     ranks = options.global_ranks_in_group
     return SharedMemoryGroup(options.store, options.group_rank, options.group_size, options.timeout, ranks)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The tensor itself if its memory is its values in order, else a copy of which that is true."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _copy_back(tensor: Tensor, flat: Tensor) -> Callable[[], Any] | None:
-    return None if flat is tensor else partial(tensor.copy_, flat)
-
-
-def _copy_all(targets: Sequence[Tensor], gathered: Tensor) -> None:
-    torch._foreach_copy_(list(targets), list(gathered))
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _options(kind: Any, given: Any, timeout: timedelta | None) -> Any:
-    """The options object for any of the ways in which torch lets a collective be called."""
-    if given is not None and hasattr(given, "asyncOp"):
-        return given
-    options = kind()
-    if given is not None:
-        options.reduceOp = given
-    if timeout is not None:
-        options.timeout = timeout
-    return options
-
-
-def _new_options(name: str) -> Any:
-    return getattr(torch._C._distributed_c10d, name)()
 
 
 def _joined(works: list[Any]) -> dist.Work:

@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -10,7 +11,7 @@
 /* Between two looks at the deadline and at the peers. */
 static const double LOOK_S = 0.05;
 
-enum { FEWEST_SPINS = 20 };
+enum { FEWEST_SPINS = 20, YIELDS = 20 };
 
 static inline void relax(void)
 {
@@ -136,7 +137,8 @@ static int look_around(pl_group *group, const struct timespec *deadline)
 
 /* Spins for about as long as was of use lately. Where others compete for the cores, spinning only keeps the
  * rank that is waited for from running, so the budget shrinks with every time in vain; now and then the full
- * one is tried again. */
+ * one is tried again. Then others may have the core a few times: where ranks outnumber cores, one of them is
+ * often the rank that is waited for, and comes sooner than a sleeper would be woken. */
 static int spin(pl_group *group)
 {
     const bool trial = ++group->meetings % 32 == 0;
@@ -152,6 +154,12 @@ static int spin(pl_group *group)
     }
     if (!trial)
         group->budget -= (group->budget - FEWEST_SPINS) / 4;
+    for (int i = 0; i < YIELDS; i++) {
+        sched_yield();
+        const int status = standing(group);
+        if (status != PL_PENDING)
+            return status;
+    }
     return PL_PENDING;
 }
 

@@ -1,0 +1,55 @@
+"""The forms in which torch hands over tensors and options, brought to one each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the kernel can find its values: on the CPU, strided, not quantized."""
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """The tensor itself if its memory is its values in order, else a copy of which that is true."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def copy_back(tensor: Tensor, flat: Tensor) -> Callable[[], Any] | None:
+    """What brings the result from ``flat_of(tensor)`` to the tensor; None when it is there."""
+    return None if flat is tensor else partial(tensor.copy_, flat)
+
+
+def copy_all(targets: Sequence[Tensor], gathered: Tensor) -> None:
+    """Copy row r of ``gathered`` into target r."""
+    torch._foreach_copy_(list(targets), list(gathered))
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """The tensors of a collective that takes one or a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def options_of(kind: Any, given: Any, timeout: timedelta | None) -> Any:
+    """The options object for any of the ways in which torch lets a collective be called."""
+    if given is not None and hasattr(given, "asyncOp"):
+        return given
+    options = kind()
+    if given is not None:
+        options.reduceOp = given
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def new_options(name: str) -> Any:
+    """Options of a class that torch.distributed does not export."""
+    return getattr(torch._C._distributed_c10d, name)()
