@@ -1,25 +1,30 @@
-"""All-reduce bandwidth of the shm process group beside Gloo, and beside MPICH where mpi4py is installed.
+"""All-reduce (float32, sum) of the shm process group beside Gloo, and beside MPICH where mpi4py is installed.
 
     python benchmarks/allreduce.py                            2 ranks, 4 B to 256 MiB
-    python benchmarks/allreduce.py --ranks 4 --png allreduce.png --json allreduce.json
-    mpiexec -n 2 python benchmarks/allreduce.py --mpi         MPICH's column, in MPI's own process layout
+    python benchmarks/allreduce.py --ranks 1 2 4 8 --png allreduce.png --json allreduce.json
+    pip install 'paceline[mpi]'                               brings MPICH along
 
-Contenders take turns in the same processes, so that whatever else the machine does falls on all of them. A
-time is the median over rounds, each of enough all-reduces (float32, sum) to be measured, of the slowest rank.
+Contenders take turns in the same processes, many short rounds each, so that whatever else the machine does
+falls on all of them alike. A time is that of the quickest round, of which each took as long as its slowest
+rank: disturbances only ever add.
 
-    arena    the tensor came from the group's `allocate_tensor`: reduced in place
-    staged   any other tensor: copied through shared memory in pieces
-    bound    what in-place reduction cannot beat: each rank reads its slice of every rank's tensor and writes
-             it to every rank's, at the speed at which all ranks together copy memory (read one, write one),
-             measured in between
+    gloo     torch.distributed over TCP loopback
+    mpich    MPI_Allreduce, in place, through mpi4py
+    staged   shm, any tensor: copied through shared memory in pieces
+    arena    shm, a tensor from the group's `allocate_tensor`: reduced in place
+    bound    what reducing in place cannot beat. Each rank has to read its slice of every rank's tensor once and to
+             write it once, in sum as many bytes as its own tensor has. So: all ranks at once each read and write
+             their own tensor once without leaving it. Two ways are tried, `x.neg_()` and copying each half of
+             the tensor over the other; the quicker one counts
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,57 +38,54 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 SIZES = [4, 64, 1 << 10, 4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20, 256 << 20]
-CONTENDERS = ("gloo", "staged", "arena")
-ROUND_S = 0.05  # how long a round of one contender should take at least
+BOUND_FROM = 1 << 20  # bytes; below, calling torch takes longer than moving memory
+ROUND_S = 0.01  # how long a round of one contender should take at least
+CONTENDERS = ("gloo", "mpich", "staged", "arena")
+
+Times = dict[int, dict[str, float]]  # {bytes: {contender: seconds}}
+Run = Callable[[], Any]
 
 
-def measure(rank: int, options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Seconds per all-reduce, `{bytes: {contender: seconds}}`; equal on all ranks."""
-    from paceline.comm.registration import register
-
-    register()
+def measure(options: argparse.Namespace) -> Times:
+    """Seconds per all-reduce; equal on all ranks of the default group."""
     shm, gloo = dist.new_group(backend="shm"), dist.new_group(backend="gloo")
-    times: dict[int, dict[str, float]] = {}
+    times: Times = {}
     for size in options.sizes:
-        numel = size // 4
-        arena = shm.allocate_tensor(numel, dtype=torch.float32, device=torch.device("cpu"))
-        tensors = {"gloo": torch.zeros(numel), "staged": torch.zeros(numel), "arena": arena}
-        runs: dict[str, Callable[[], Any]] = {
-            "gloo": lambda t=tensors["gloo"]: dist.all_reduce(t, group=gloo),
-            "staged": lambda t=tensors["staged"]: dist.all_reduce(t, group=shm),
-            "arena": lambda t=tensors["arena"]: dist.all_reduce(t, group=shm),
+        tensor = shm.allocate_tensor(size // 4, dtype=torch.float32, device=torch.device("cpu"))
+        plain = torch.zeros(size // 4)
+        runs: dict[str, Run] = {
+            "gloo": lambda t=plain: dist.all_reduce(t, group=gloo),
+            "staged": lambda t=plain: dist.all_reduce(t, group=shm),
+            "arena": lambda t=tensor: dist.all_reduce(t, group=shm),
         }
-        if size >= 1 << 20:
-            runs["bound"] = copying(tensors["gloo"], tensors["staged"], options.ranks)
-        repeats = {name: agreed_repeats(run, options.ranks) for name, run in runs.items()}
-        rounds: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(options.rounds):
-            for name, run in runs.items():
-                rounds[name].append(timed(run, repeats[name]))
-        slowest = torch.tensor([rounds[name] for name in runs], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times[size] = dict(zip(runs, slowest.median(dim=1).values.tolist(), strict=True))
+        if options.mpi_rank:
+            runs["mpich"] = mpi_all_reduce(plain)
+        if size >= BOUND_FROM:
+            runs["negate"] = tensor.neg_
+            runs["swap"] = copying_halves(tensor)
+        times[size] = quickest(runs, options.rounds)
+        if size >= BOUND_FROM:
+            times[size]["bound"] = min(times[size].pop("negate"), times[size].pop("swap"))
     return times
 
 
-def copying(source: Tensor, target: Tensor, ranks: int) -> Callable[[], Any]:
-    """Copies as many bytes as one rank reads in an in-place all-reduce: its slice of every rank's tensor.
-
-    It also writes as many, since it writes its slice to every rank's tensor.
-    """
-    numel = source.numel() // ranks * ranks
-    return lambda: target[:numel].copy_(source[:numel])
-
-
-def agreed_repeats(run: Callable[[], Any], ranks: int) -> int:
-    for _ in range(3):
-        run()
-    one = torch.tensor(timed(run, 3), dtype=torch.float64)
-    dist.all_reduce(one)
-    return max(2, min(500, int(ROUND_S * ranks / one.item())))
+def quickest(runs: dict[str, Run], n_rounds: int) -> dict[str, float]:
+    """Seconds of one run of each, taking turns."""
+    repeats = {name: agreed_repeats(run) for name, run in runs.items()}
+    rounds = [[timed(run, repeats[name]) for name, run in runs.items()] for _ in range(n_rounds)]
+    slowest = torch.tensor(rounds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return dict(zip(runs, slowest.min(dim=0).values.tolist(), strict=True))
 
 
-def timed(run: Callable[[], Any], repeats: int) -> float:
+def agreed_repeats(run: Run) -> int:
+    timed(run, 2)
+    one = torch.tensor(timed(run, 2), dtype=torch.float64)
+    dist.all_reduce(one, dist.ReduceOp.MAX)
+    return max(1, min(500, int(ROUND_S / one.item())))
+
+
+def timed(run: Run, repeats: int) -> float:
     dist.barrier()
     began = time.perf_counter()
     for _ in range(repeats):
@@ -91,113 +93,120 @@ def timed(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - began) / repeats
 
 
-def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
+def copying_halves(tensor: Tensor) -> Run:
+    one, other = tensor[: tensor.numel() // 2], tensor[-(tensor.numel() // 2) :]
+
+    def swap() -> None:
+        other.copy_(one)
+        one.copy_(other)
+
+    return swap
+
+
+def mpi_all_reduce(tensor: Tensor) -> Run:
+    from mpi4py import MPI
+
+    buffer = [tensor.numpy(), MPI.FLOAT]
+    return lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, buffer)
+
+
+def rank_main(rank: int, world_size: int, folder: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    store = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks)
-    times = measure(rank, options)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+    )
+    times = measure(options)
     if rank == 0:
-        Path(folder, "result").write_text(json.dumps(times))
+        Path(folder, "times").write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_mpi(options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """MPI's in-place all-reduce, in processes that mpiexec started."""
-    import numpy as np
+def run_ranks(world_size: int, options: argparse.Namespace) -> Times:
+    """Under mpiexec if there is MPI to compare with, else forked."""
+    with tempfile.TemporaryDirectory(prefix="paceline-allreduce-") as folder:
+        mpiexec = Path(sys.executable).with_name("mpiexec")
+        if importlib.util.find_spec("mpi4py") and mpiexec.exists():
+            arguments = ["--sizes", *map(str, options.sizes), "--rounds", str(options.rounds)]
+            command = [str(mpiexec), "-n", str(world_size), sys.executable, __file__, *arguments]
+            subprocess.run([*command, "--mpi-rank", folder], check=True)
+        else:
+            mp.spawn(rank_main, args=(world_size, folder, options), nprocs=world_size)
+        return {int(size): row for size, row in json.loads(Path(folder, "times").read_text()).items()}
+
+
+def as_mpi_rank(options: argparse.Namespace) -> None:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    times = {}
-    for size in options.sizes:
-        value = np.zeros(size // 4, dtype=np.float32)
-
-        def run(value: Any = value) -> None:
-            world.Allreduce(MPI.IN_PLACE, value)
-
-        for _ in range(3):
-            run()
-        began = time.perf_counter()
-        run()
-        repeats = max(2, min(500, int(ROUND_S / world.allreduce(time.perf_counter() - began, MPI.MAX))))
-        rounds = []
-        for _ in range(options.rounds):
-            world.Barrier()
-            began = time.perf_counter()
-            for _ in range(repeats):
-                run()
-            rounds.append(world.allreduce((time.perf_counter() - began) / repeats, MPI.MAX))
-        times[size] = {"mpi": statistics.median(rounds)}
-    return times
+    rank_main(world.Get_rank(), world.Get_size(), options.mpi_rank, options)
 
 
-def table(times: dict[int, dict[str, float]]) -> str:
-    lines = [
-        f"{'bytes':>12} {'gloo, us':>10} {'staged, us':>10} {'arena, us':>10}"
-        f" {'gloo/staged':>11} {'gloo/arena':>10} {'GiB/s':>6} {'bound/arena':>11}"
-    ]
+def table(times: Times) -> str:
+    header = "".join(f"{name + ', us':>12}" for name in CONTENDERS)
+    lines = [f"{'bytes':>11}{header}   gloo/staged  gloo/arena  mpich/arena  GiB/s  bound/arena"]
     for size, row in times.items():
-        bound = f"{row['bound'] / row['arena']:>10.0%}" if "bound" in row else ""
+        columns = "".join(f"{row[name] * 1e6:>12.1f}" if name in row else f"{'-':>12}" for name in CONTENDERS)
+        mpich = f"{row['mpich'] / row['arena']:.1f}" if "mpich" in row else "-"
+        bound = f"{row['bound'] / row['arena']:.0%}" if "bound" in row else ""
         lines.append(
-            f"{size:>12,} "
-            + " ".join(f"{row[name] * 1e6:>10.1f}" for name in CONTENDERS)
-            + f" {row['gloo'] / row['staged']:>11.1f} {row['gloo'] / row['arena']:>10.1f}"
-            + f" {size / row['arena'] / 2**30:>6.1f} {bound:>11}"
+            f"{size:>11,}{columns}   {row['gloo'] / row['staged']:>11.1f}  {row['gloo'] / row['arena']:>10.1f}"
+            f"  {mpich:>11}  {size / row['arena'] / 2**30:>5.1f}  {bound:>11}"
         )
     return "\n".join(lines)
 
 
-def draw(times: dict[int, dict[str, float]], path: str, title: str) -> None:
-    """Bytes of the tensor over time, against size."""
+def draw(all_times: dict[int, Times], path: str, title: str) -> None:
+    """Bytes of the tensor over time, against size; one picture per number of ranks."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    names = [name for name in (*CONTENDERS, "mpi", "bound") if any(name in row for row in times.values())]
-    for name in names:
-        points = [(size, size / row[name] / 2**30) for size, row in times.items() if name in row]
-        axes.plot(
-            *zip(*points, strict=True), marker="o", label=name, linestyle="--" if name == "bound" else "-"
-        )
-    axes.set(
-        xscale="log", yscale="log", xlabel="bytes of the tensor", ylabel="GiB reduced per second", title=title
-    )
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    figure = Figure(figsize=(5.2 * len(all_times), 4.2), layout="constrained")
+    figure.suptitle(title)
+    for axes, (world_size, times) in zip(
+        figure.subplots(1, len(all_times), squeeze=False, sharey=True)[0], all_times.items(), strict=True
+    ):
+        for name in (*CONTENDERS, "bound"):
+            points = [(size, size / row[name] / 2**30) for size, row in times.items() if name in row]
+            if points:
+                style = "--" if name == "bound" else "o-"
+                axes.plot(*zip(*points, strict=True), style, markersize=4, label=name)
+        axes.set(xscale="log", yscale="log", xlabel="bytes of the tensor", title=f"{world_size} ranks")
+        axes.set_xscale("log", base=2)
+        axes.set_ylabel("GiB reduced per second")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=130)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--mpi", action="store_true", help="measure MPI instead, under mpiexec")
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--png", metavar="FILE", help="draw the bandwidth there")
     parser.add_argument("--json", metavar="FILE", help="write the times there too")
+    parser.add_argument("--mpi-rank", metavar="FOLDER", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if options.mpi:
-        for size, row in measure_mpi(options).items():
-            print(f"{size:>12,} {row['mpi'] * 1e6:>10.1f} us", flush=True)
+    if options.mpi_rank:
+        as_mpi_rank(options)
         return
-    title = f"torch {torch.__version__}, {options.ranks} ranks, {os.cpu_count()} cores"
+    title = f"torch {torch.__version__}, {os.cpu_count()} cores"
     print(title)
-    with tempfile.TemporaryDirectory(prefix="paceline-allreduce-") as folder:
-        mp.spawn(rank_main, args=(folder, options), nprocs=options.ranks)
-        times = {int(size): row for size, row in json.loads(Path(folder, "result").read_text()).items()}
-    print(table(times))
+    all_times: dict[int, Times] = {}
+    for world_size in options.ranks:
+        all_times[world_size] = run_ranks(world_size, options)
+        print(f"\n{world_size} ranks\n{table(all_times[world_size])}", flush=True)
     if options.json:
-        Path(options.json).write_text(json.dumps({"title": title, "seconds": times}, indent=1))
+        Path(options.json).write_text(json.dumps({"title": title, "seconds": all_times}, indent=1))
     if options.png:
-        draw(times, options.png, title)
+        draw(all_times, options.png, title)
 
 
 if __name__ == "__main__":

@@ -112,11 +112,25 @@ static const char *source(const pl_group *group, const pl_op *op, int rank, size
     if (is_eager(group, &op->call))
         return (const char *)pl_seat_of(group, rank)->eager[op->turn]
                + (part * (size_t)op->call.count + offset) * element;
-    if (in_arena(group, op, rank))
+    if (rank == group->rank || in_arena(group, op, rank))
         return tensor_of(group, op, rank) + (part * (size_t)op->call.count + offset) * element;
     return stage_of(group, rank, piece) + part * length * element;
 }
 
+/* What of n elements of a part no other rank reads, as this one takes it from its tensor. */
+static range own_share(const pl_group *group, const pl_call *call, size_t part, size_t n)
+{
+    const bool mine = part == (size_t)group->rank;
+    switch (call->kind) {
+    case PL_ALL_REDUCE:
+    case PL_REDUCE: return slice_of(group, group->rank, n, pl_size_of(call->type));
+    case PL_REDUCE_SCATTER:
+    case PL_ALL_TO_ALL: return (range){0, mine ? n : 0};
+    default: return (range){0, 0};
+    }
+}
+
+/* Hands a piece of this rank's tensor to the others. */
 static void copy_in(const pl_group *group, const pl_op *op, size_t piece, size_t offset, size_t length)
 {
     const size_t element = pl_size_of(op->call.type), count = (size_t)op->call.count;
@@ -125,9 +139,13 @@ static void copy_in(const pl_group *group, const pl_op *op, size_t piece, size_t
     if (op->call.kind == PL_BROADCAST && op->call.root != group->rank)
         return;
     const size_t n = least(length, count - offset);
-    for (size_t part = 0; part < parts_in(group, &op->call); part++)
-        memcpy(stage_of(group, group->rank, piece) + part * length * element,
-               (const char *)op->in + (part * count + offset) * element, n * element);
+    for (size_t part = 0; part < parts_in(group, &op->call); part++) {
+        const range kept = own_share(group, &op->call, part, n);
+        char *to = stage_of(group, group->rank, piece) + part * length * element;
+        const char *from = (const char *)op->in + (part * count + offset) * element;
+        memcpy(to, from, kept.begin * element);
+        memcpy(to + kept.end * element, from + kept.end * element, (n - kept.end) * element);
+    }
 }
 
 /* ---- what a rank does with a piece ---------------------------------------------------------------------- */
@@ -184,7 +202,12 @@ static void take(const pl_group *group, const pl_op *op, size_t piece, size_t of
     }
 }
 
-/* Reduces this rank's slice of one staged piece into its own staging area. */
+static bool keeps_result(const pl_group *group, const pl_call *call)
+{
+    return call->kind == PL_ALL_REDUCE || call->root == group->rank;
+}
+
+/* Reduces this rank's slice of one piece, into its tensor and, for the others, into its staging area. */
 static void reduce_slice(const pl_group *group, const pl_op *op, size_t piece, size_t offset, size_t length)
 {
     const size_t element = pl_size_of(op->call.type);
@@ -192,17 +215,24 @@ static void reduce_slice(const pl_group *group, const pl_op *op, size_t piece, s
     const char *from[group->size];
     for (int r = 0; r < group->size; r++)
         from[r] = source(group, op, r, 0, piece, offset, length) + mine.begin * element;
-    char *to = stage_of(group, group->rank, piece) + mine.begin * element;
-    combine(group, op, from, &to, 1, mine.end - mine.begin);
+    char *to[2];
+    int n_to = 0;
+    if (keeps_result(group, &op->call))
+        to[n_to++] = (char *)op->out + (offset + mine.begin) * element;
+    if (op->call.kind == PL_ALL_REDUCE || op->call.root != group->rank)
+        to[n_to++] = stage_of(group, group->rank, piece) + mine.begin * element;
+    combine(group, op, from, to, n_to, mine.end - mine.begin);
 }
 
 static void copy_out(const pl_group *group, const pl_op *op, size_t piece, size_t offset, size_t length)
 {
     const size_t element = pl_size_of(op->call.type);
     const size_t n = least(length, (size_t)op->call.count - offset);
-    if (op->call.kind == PL_REDUCE && op->call.root != group->rank)
+    if (!keeps_result(group, &op->call))
         return;
     for (int r = 0; r < group->size; r++) {
+        if (r == group->rank)
+            continue;
         const range part = slice_of(group, r, n, element);
         memcpy((char *)op->out + (offset + part.begin) * element,
                stage_of(group, r, piece) + part.begin * element, (part.end - part.begin) * element);
