@@ -12,10 +12,10 @@ rank: disturbances only ever add.
     mpich    MPI_Allreduce, in place, through mpi4py
     staged   shm, any tensor: copied through shared memory in pieces
     arena    shm, a tensor from the group's `allocate_tensor`: reduced in place
-    bound    what reducing in place cannot beat. Each rank has to read its slice of every rank's tensor once and to
-             write it once, in sum as many bytes as its own tensor has. So: all ranks at once each read and write
-             their own tensor once without leaving it. Two ways are tried, `x.neg_()` and copying each half of
-             the tensor over the other; the quicker one counts
+    bound    what reducing in place cannot beat. Each rank has to read its slice of every rank's tensor once
+             and to write it once, in sum as many bytes as its own tensor has. So: all ranks at once each read
+             and write their own tensor once without leaving it. Two ways are tried, `x.neg_()` and copying
+             each half of the tensor over the other; the quicker one counts
 """
 
 from __future__ import annotations
@@ -149,10 +149,8 @@ def table(times: Times) -> str:
         columns = "".join(f"{row[name] * 1e6:>12.1f}" if name in row else f"{'-':>12}" for name in CONTENDERS)
         mpich = f"{row['mpich'] / row['arena']:.1f}" if "mpich" in row else "-"
         bound = f"{row['bound'] / row['arena']:.0%}" if "bound" in row else ""
-        lines.append(
-            f"{size:>11,}{columns}   {row['gloo'] / row['staged']:>11.1f}  {row['gloo'] / row['arena']:>10.1f}"
-            f"  {mpich:>11}  {size / row['arena'] / 2**30:>5.1f}  {bound:>11}"
-        )
+        ratios = f"{row['gloo'] / row['staged']:>11.1f}  {row['gloo'] / row['arena']:>10.1f}  {mpich:>11}"
+        lines.append(f"{size:>11,}{columns}   {ratios}  {size / row['arena'] / 2**30:>5.1f}  {bound:>11}")
     return "\n".join(lines)
 
 
