@@ -161,6 +161,14 @@ def fully_sharded(net: nn.Module) -> nn.Module:
     return fully_shard(net)
 
 
+def fully_sharded_in_shared_memory(net: nn.Module) -> nn.Module:
+    fully_sharded(net)
+    for module in net.modules():
+        if hasattr(module, "set_allocate_memory_from_process_group_for_comm"):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    return net
+
+
 def with_futures(net: nn.Module) -> nn.Module:
     def hook(state, bucket):
         future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
@@ -176,6 +184,7 @@ WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch": nn.parallel.DistributedDataParallel,
     "torch with a hook": with_futures,
     "fsdp2": fully_sharded,
+    "fsdp2 in the group's memory": fully_sharded_in_shared_memory,
 }
 
 

@@ -34,13 +34,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import hosts
-from paceline.comm.arena import Arena
 from paceline.comm.call_forms import copy_all, copy_back, flat_of, is_plain, listed, new_options, options_of
 from paceline.comm.calls import BYTES, reduction_of
 from paceline.comm.local import SharedMemory, copy_call, reduce_call
 from paceline.comm.native import Call, Kind
 from paceline.comm.several_hosts import SeveralHosts
-from paceline.comm.through_gloo import ComparedCalls
+from paceline.comm.through_gloo import ComparedCalls, InnerGloo
 from paceline.comm.work import JoinedWork
 
 logger = logging.getLogger("paceline")
@@ -64,13 +63,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a Python class can extend
         self._store, self._splits = store, 0
-        self._timeout_s = timeout.total_seconds()
         self._global_ranks = list(global_ranks) or list(range(size))
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
-        gloo._set_sequence_number_for_group()
+        self._inner = InnerGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._inner._set_sequence_number_for_group()
+        self._timeout = self._inner.group_timeout
         self._gloo = dist.ProcessGroup(store, rank, size)
         for group in (self, self._gloo):
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._inner)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._memory: SharedMemory | None = None  # of all ranks
         self._compared: ComparedCalls | None = None
@@ -91,12 +90,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._compared = ComparedCalls(memory)
         else:
             self._hosts = SeveralHosts(memory, layout, store, timeout)
+        self._inner.arena = memory.arena
 
     # -- memory ---------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether ``allocate_tensor`` serves this device."""
-        return self._arena() is not None and torch.device(device).type == "cpu"
+        return self._inner.supports_tensor_alloc(device)
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-d tensor of zeros that collectives of this group work on in place.
@@ -109,9 +109,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         Raises:
             MemoryError: there is not that much memory.
         """
-        arena = self._arena()
-        assert arena is not None
-        return arena.allocate(size, dtype)
+        return self._inner.allocate_tensor(size, dtype=dtype, device=device)
 
     # -- collectives of the kernel ----------------------------------------------------------------
 
@@ -299,7 +297,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self.rank() not in members:
             return None
         store = dist.PrefixStore(f"split/{self._splits}/{members[0]}", self._store)
-        timeout = timeout or timedelta(seconds=self._timeout_s)
+        timeout = timeout or timedelta(seconds=self._timeout.seconds)
         global_ranks = [self._global_ranks[rank] for rank in members]
         group = SharedMemoryGroup(store, members.index(self.rank()), len(members), timeout, global_ranks)
         name = group_name or f"{self.group_name}/split/{self._splits}/{members[0]}"
@@ -311,7 +309,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long collectives that start from now on wait for the other ranks."""
-        self._timeout_s = timeout.total_seconds()
+        self._timeout.seconds = timeout.total_seconds()
         super().set_timeout(timeout)
 
     def shutdown(self) -> None:
@@ -334,14 +332,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self._hosts is not None:
             self._hosts.close()
 
-    def _arena(self) -> Arena | None:
-        if self._hosts is not None:
-            return self._hosts.memory.arena
-        return self._memory.arena if self._memory is not None else None
-
     def _timeout_of(self, opts: Any) -> float:
         own = opts.timeout
-        return own.total_seconds() if own > _UNSET else self._timeout_s
+        return own.total_seconds() if own > _UNSET else self._timeout.seconds
 
     def _serves(self, *tensors: Tensor) -> bool:
         return self._memory is not None and all(map(is_plain, tensors))

@@ -1,17 +1,58 @@
-"""Collectives that Gloo carries out for ranks which share memory, after comparing what each rank calls.
+"""The Gloo group inside an shm group: what it carries out, and what it stands for.
 
-Gloo itself does not notice that ranks call different collectives: it waits, or mixes their bytes.
+Gloo itself does not notice that ranks call different collectives: it waits, or mixes their bytes. So
+ranks that share memory compare their calls before Gloo sees them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.arena import Arena
 from paceline.comm.local import SharedMemory, elsewhere_call
 from paceline.comm.work import TaskWork, Worker
+
+
+@dataclass
+class GroupTimeout:
+    """How long collectives that start from now on wait for the other ranks."""
+
+    seconds: float
+
+
+class InnerGloo(dist.ProcessGroupGloo):
+    """The backend that torch finds when it asks an shm group for one; it speaks for the whole group.
+
+    Args:
+        store: shared by exactly these ranks.
+        rank: this rank in the group.
+        size: number of ranks.
+        timeout: how long a collective waits for the others.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(store, rank, size, timeout=timeout)
+        self.group_timeout = GroupTimeout(timeout.total_seconds())
+        self.arena: Arena | None = None  # set by the group once ranks share memory
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether ``allocate_tensor`` serves this device. FSDP2 asks here, if told to."""
+        return self.arena is not None and torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As of the group."""
+        assert self.arena is not None
+        return self.arena.allocate(size, dtype)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        self.group_timeout.seconds = timeout.total_seconds()
 
 
 class ComparedCalls:
