@@ -5,6 +5,7 @@
       BackendUnavailableError  the named communication backend is not to be had here
       ReplicaMismatchError     ranks hold different models
       UnusedParametersError    a step left parameters without gradient, and that was not allowed
+      GradientError            a gradient is not there, or not in a form, to be averaged
       GraphChangedError        a graph that was declared static changed
       CommunicationError       the ranks could not finish a collective
         CollectiveTimeoutError   a rank did not come before the deadline
@@ -37,6 +38,10 @@ class ReplicaMismatchError(PacelineError, RuntimeError):
 
 class UnusedParametersError(PacelineError, RuntimeError):
     """A step left parameters without gradient while find_unused_parameters=False."""
+
+
+class GradientError(PacelineError, RuntimeError):
+    """A gradient cannot be averaged: a hook took it away, or it has a graph of its own."""
 
 
 class GraphChangedError(PacelineError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What is known of one backward pass while it runs, and what passes teach for the next one."""
+"""What is known of one backward pass while it runs."""
 
 from __future__ import annotations
 
@@ -43,27 +43,3 @@ class BackwardPass:
     flights: list[Flight] = field(default_factory=list)
     arrivals: list[int] = field(default_factory=list)
     late: set[int] = field(default_factory=set)
-
-
-@dataclass
-class Lessons:
-    """What passes have taught about the module; forgotten when its parameters change.
-
-    Attributes:
-        order: rank 0's order of arrival, once a pass has shown it.
-        trailing: parameters that some pass left unused.
-        replan_due: whether the buckets do not follow ``order`` and ``trailing`` yet.
-        firings: how often each parameter fired in the last pass.
-        graph_changed: whether any pass differed from the one before it.
-        users: how many ranks reached each parameter in the last pass; None when all reached all.
-        unused: what the last pass left unused on some rank -> number of ranks that used it;
-            None once it was checked.
-    """
-
-    order: list[int] | None = None
-    trailing: frozenset[int] = frozenset()
-    replan_due: bool = False
-    firings: list[int] | None = None
-    graph_changed: bool = False
-    users: list[int] | None = None
-    unused: dict[int, int] | None = None

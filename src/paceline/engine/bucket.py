@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.memory import Allocate
+from paceline.errors import GradientError
 
 # A gradient of at least this many bytes is copied into its slot as soon as it is there, so
 # that memory holds it once; smaller ones wait for their bucket and are copied in one call.
@@ -136,6 +137,7 @@ class DenseBucket:
         self._allocate = allocate
         self._storage: Tensor | None = None
         self._addresses: list[int] = []  # where the slots' views belong
+        self._lent: dict[Slot, Tensor] = {}  # the user's own tensors that were ``.grad`` when the pass began
         for slot in slots:
             slot.bucket = self
 
@@ -155,12 +157,16 @@ class DenseBucket:
         return self._allocated()[self.numel :]
 
     def ensure_unshared(self) -> None:
-        """Give up the storage if somebody else still holds a gradient that lives in it.
+        """Let every gradient that the user holds be what it is in plain PyTorch.
 
-        Plain PyTorch leaves ``saved = p.grad`` intact after ``zero_grad(set_to_none=True)`` and
-        another backward; so do we, at the price of new storage when somebody does that.
+        One that was kept across ``zero_grad(set_to_none=True)`` stays as it was, at the price of new
+        storage. One that still is ``.grad`` goes on as ``.grad``: in place if it lives in the
+        storage; if the user put another tensor there, the average is copied into that one.
         """
-        if self._storage is None or not self._keep_shared or not self._shared():
+        if not self._keep_shared:
+            return
+        self._lent = {slot: tensor for slot in self.slots if (tensor := self._of_the_user(slot)) is not None}
+        if self._storage is None or not self._shared():
             return
         old_views = [slot.view for slot in self.slots]
         self._storage = None
@@ -169,8 +175,17 @@ class DenseBucket:
             if slot.parameter.grad is old and old is not None:
                 self._copy_in(slot)
 
+    def _of_the_user(self, slot: Slot) -> Tensor | None:
+        """A ``.grad`` that is not ours and that others may refer to, by name or as part of another tensor."""
+        gradient = slot.parameter.grad
+        if gradient is None or gradient is slot.view:
+            return None
+        # Ours are the local name, getrefcount's argument, and autograd's hold on the Python object.
+        held = sys.getrefcount(gradient) > 3 or gradient._base is not None
+        return gradient if held and gradient.layout is torch.strided else None
+
     def adopt(self, slot: Slot) -> None:
-        if slot.copies_at_once and slot.parameter.grad is not slot.view:
+        if slot.parameter.grad is not slot.view and slot not in self._lent:
             self._copy_in(slot)
 
     def fill(self) -> None:
@@ -182,9 +197,15 @@ class DenseBucket:
             parameter, view = slot.parameter, slot.view
             gradient = parameter.grad
             if gradient is None:
+                if slot.firings:
+                    raise _gradient_taken(slot)
                 self.missing.append(slot)
                 continue
             if gradient is not view:
+                if gradient.requires_grad:
+                    raise _graph_on_gradient(slot)
+                if self._lent and self._lent.get(slot) is not gradient:
+                    self._lent.pop(slot, None)
                 fresh.append(_dense(gradient))
                 places.append(view)  # type: ignore[arg-type]
             parameter.grad = None
@@ -215,12 +236,21 @@ class DenseBucket:
         for slot in self.slots:
             if slot.index not in nowhere:
                 slot.parameter.grad = slot.view
+        for slot, tensor in self._lent.items():
+            if slot.index not in nowhere:
+                slot.parameter.grad = tensor.copy_(slot.view)  # type: ignore[arg-type]
+        self._lent = {}
 
     @torch.no_grad()
     def _copy_in(self, slot: Slot) -> None:
+        gradient = slot.parameter.grad
+        if gradient is None:
+            raise _gradient_taken(slot)
+        if gradient.requires_grad:
+            raise _graph_on_gradient(slot)
         self._allocated()
         view = slot.view
-        view.copy_(_dense(slot.parameter.grad))  # type: ignore[union-attr, arg-type]
+        view.copy_(_dense(gradient))  # type: ignore[union-attr]
         slot.parameter.grad = view
 
     def _allocated(self) -> Tensor:
@@ -248,13 +278,12 @@ class DenseBucket:
             self._make_views(storage)
 
     def _shared(self) -> bool:
-        """Whether anybody but us and ``.grad`` refers to a slot or to a view of it."""
-        for slot in self.slots:
-            attached = slot.parameter.grad is slot.view
-            # Three references are ours: the slot, getrefcount's argument, and, while the tensor is
-            # also some ``.grad``, the one by which autograd keeps the Python object.
-            if sys.getrefcount(slot.view) > 2 + attached:
-                return True
+        """Whether anybody refers to a slot, or to a view of it, that is no ``.grad`` any more."""
+        kept = [slot for slot in self.slots if slot.parameter.grad is not slot.view]
+        if not kept:
+            return False
+        if any(sys.getrefcount(slot.view) > 2 for slot in kept):  # ours: the slot, getrefcount's argument
+            return True
         storage = self._storage.untyped_storage()  # type: ignore[union-attr]
         ours = 1 + len(self.slots) + 1  # the flat tensor, the slots, and the object made in the line above
         return torch._C._storage_Use_Count(storage._cdata) > ours
@@ -288,6 +317,10 @@ class SparseBucket:
     def fill(self) -> None:
         (slot,) = self.slots
         gradient = slot.parameter.grad
+        if gradient is None and slot.firings:
+            raise _gradient_taken(slot)
+        if gradient is not None and gradient.requires_grad:
+            raise _graph_on_gradient(slot)
         self.missing = [slot] if gradient is None else []
         self._gradient = _sparse(gradient, slot.parameter)
         slot.parameter.grad = None
@@ -371,6 +404,23 @@ def _alias(flat: Tensor, offset: int, like: Tensor) -> Tensor:
     strides = torch.empty_like(like, device="meta").stride()  # those of `like` if it is dense, else packed
     alias = flat.new_empty(0)
     return alias.set_(flat.untyped_storage(), flat.storage_offset() + offset, like.shape, strides)
+
+
+def _gradient_taken(slot: Slot) -> GradientError:
+    return GradientError(
+        f"the gradient of parameter '{slot.name}' was gone before it could be averaged: a hook on the "
+        "parameter set .grad to None. An optimizer stepped from such a hook would use this rank's gradient "
+        "alone; register it with torch.distributed.optim._apply_optimizer_in_backward, which steps with the "
+        "average"
+    )
+
+
+def _graph_on_gradient(slot: Slot) -> GradientError:
+    return GradientError(
+        f"the gradient of parameter '{slot.name}' has a graph of its own (backward was called with "
+        "create_graph=True), which averaging over ranks would cut. Write torch.autograd.grad(loss, "
+        "parameters, create_graph=True), build the loss from what it returns, and call backward() on that"
+    )
 
 
 def _wire(flat: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -31,13 +31,17 @@ def call_weakly(method: Callable[..., None], *bound: Any) -> Callable[..., None]
 
 def owners_of_hooks(parameters: Iterable[Tensor]) -> set[Any]:
     """The objects whose methods ``call_weakly`` has put on these parameters, as far as they live."""
-    owners = {
-        hook.owner()
-        for parameter in parameters
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values()
-        if hasattr(hook, "owner")
-    }
-    return owners - {None}
+    hooks = (parameter._post_accumulate_grad_hooks for parameter in parameters)
+    return set().union(*map(_owners, hooks)) - {None}
+
+
+def is_marked(tensor: Tensor, owner: object) -> bool:
+    """Whether ``tensor`` has a hook already that ``call_weakly`` made of a method of ``owner``."""
+    return owner in _owners(tensor._backward_hooks)
+
+
+def _owners(hooks: Mapping[int, Any] | None) -> set[Any]:
+    return {hook.owner() for hook in (hooks or {}).values() if hasattr(hook, "owner")}
 
 
 def at_end_of_backward(finished: Callable[..., None], failed: Callable[..., None], argument: object) -> None:

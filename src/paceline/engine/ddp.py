@@ -21,6 +21,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchClass
 from torch.utils import _pytree as pytree
 
 from paceline.comm.coalesced import broadcast_differing, broadcast_tensors
+from paceline.comm.private_group import private_group
 from paceline.engine.buffers import BufferSync
 from paceline.engine.checks import (
     check_caps,
@@ -153,7 +154,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if init_sync:
             self._make_replicas_equal()
         self.mixed_precision = mixed_precision
-        self._build_reducer()
+        self._build_reducer(self._private_group())
 
     # -- training ---------------------------------------------------------------------------
 
@@ -298,7 +299,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group, self.device_mesh = choose_group(None, None), None
-        self._build_reducer()
+        self._build_reducer(self.process_group)  # a copy may be made on one rank alone
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Go on with other ranks; a rank outside the new group keeps the old one."""
@@ -306,7 +307,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             return
         self.process_group = new_process_group
         self.reducer.detach()
-        self._build_reducer()
+        self._build_reducer(self._private_group())
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -360,13 +361,16 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def _verify_same_parameters(self) -> None:
         verify_same_parameters(self.module, self.parameters_to_ignore, self.process_group)
 
-    def _build_reducer(self) -> None:
+    def _private_group(self) -> dist.ProcessGroup:
+        return private_group(self.process_group, self.device, "gradients", owner=self)
+
+    def _build_reducer(self, group: dist.ProcessGroup) -> None:
         self.buffer_sync = BufferSync(
             self.module, self.process_group, self.parameters_to_ignore, self.forward_sync_buffers
         )
         self.reducer = Reducer(
             TrainedParameters(self.module, self.parameters_to_ignore),
-            self.process_group,
+            group,
             ReducerOptions(
                 caps=BucketCaps.from_megabytes(self.bucket_cap_mb, self.bucket_cap_mb_list),
                 find_unused_parameters=self.find_unused_parameters,

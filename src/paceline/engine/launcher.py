@@ -55,8 +55,6 @@ class BucketLauncher:
         current.launch_waits = False
         buckets, end = self._layout.buckets, self._held_back()
         while current.next_launch < end and buckets[current.next_launch].pending == 0:
-            if self._hook_is_busy(current):
-                return
             self._launch(current, buckets[current.next_launch])
 
     def _held_back(self) -> int:
@@ -102,15 +100,6 @@ class BucketLauncher:
     def _write_tail(self, report: RankReport) -> None:
         self._layout.tail_layout.write(self._layout.tail, report)
 
-    def _hook_is_busy(self, current: BackwardPass) -> bool:
-        """Whether the hook of an earlier bucket is still at work.
-
-        Note "hooks take turns": a hook may issue further collectives from callbacks on its first
-        one (PowerSGD does). Were another bucket launched meanwhile, ranks could issue the two in
-        different orders.
-        """
-        return self.hook is not None and not all(flight.done() for flight in current.flights)
-
     def _fill(self, current: BackwardPass, bucket: Bucket) -> None:
         with torch.no_grad():
             bucket.fill()
@@ -125,6 +114,12 @@ class BucketLauncher:
         current.flights.append(flight)
 
     def _run_hook(self, current: BackwardPass, bucket: Bucket) -> Flight:
+        """Start the hook for a bucket when that for the bucket before is done.
+
+        Note "hooks take turns": a hook may issue further collectives from callbacks on its first
+        one (PowerSGD does). Were another bucket launched meanwhile, ranks could issue the two in
+        different orders.
+        """
         assert self.hook is not None
         self.land(current)
         is_last = bucket.index == len(self._layout.buckets) - 1

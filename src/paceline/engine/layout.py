@@ -7,6 +7,7 @@ no change copies anything by itself.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Set
 from typing import Any
@@ -79,12 +80,21 @@ class BucketLayout:
         """Whether the module's trained parameters are others than those laid out."""
         return self._parameters.changed()
 
-    def refresh(self) -> list[nn.Parameter]:
-        """Lay out the parameters that are trained now; returns those not seen before."""
-        known = self._by_parameter.keys()
+    def refresh(self) -> bool:
+        """Lay out the parameters that are trained now; returns whether they are others than before."""
+        before = self._parameters.specs
         self._parameters.scan()
+        trained = [slot.parameter for slot in self.slots]
+        now = [parameter for _, parameter in self._parameters.named]
+        if self._parameters.specs == before and all(map(operator.is_, trained, now)):
+            return False
         self._take_parameters()
-        return [parameter for parameter in self._by_parameter if parameter not in known]
+        return True
+
+    def take_newcomers(self) -> list[nn.Parameter]:
+        """Parameters that came to the module since the last call; their values are still this rank's own."""
+        newcomers, self._parameters.newcomers = self._parameters.newcomers, []
+        return newcomers
 
     def replan(self, order: list[int], trailing: Set[int]) -> None:
         """Move the parameters into buckets filled in ``order``; see ``plan_buckets``."""
@@ -125,6 +135,12 @@ class BucketLayout:
         """Take the hooks off the parameters."""
         _remove_hooks(self._hooks)
 
+    def watch(self) -> None:
+        """Put hooks on the parameters that have none."""
+        for parameter, slot in self._by_parameter.items():
+            if parameter not in self._hooks:
+                self._hooks[parameter] = self._hook(slot)
+
     def _take_parameters(self) -> None:
         taken: dict[nn.Parameter, Slot] = {}
         for index, (name, parameter) in enumerate(self._parameters.named):
@@ -133,14 +149,12 @@ class BucketLayout:
             taken[parameter] = slot
         for parameter in self._hooks.keys() - taken.keys():
             self._hooks.pop(parameter).remove()
-        for parameter, slot in taken.items():
-            if parameter not in self._hooks:
-                self._hooks[parameter] = self._watch(slot)
         self._by_parameter = taken
+        self.watch()
         self.slots = list(taken.values())
         self.replan(registration_order(len(self.slots)), frozenset())
 
-    def _watch(self, slot: Slot) -> RemovableHandle:
+    def _hook(self, slot: Slot) -> RemovableHandle:
         on_gradient = self._on_gradient()
         assert on_gradient is not None  # its owner is what makes layouts
         hook = call_weakly(on_gradient, slot)

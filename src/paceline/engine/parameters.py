@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.engine.plan import ParameterSpec
 
@@ -33,9 +34,11 @@ class TrainedParameters:
         self._ignored = ignored
         self.named: list[tuple[str, nn.Parameter]] = []
         self.specs: list[ParameterSpec] = []
+        self.newcomers: list[nn.Parameter] = []  # whose values other ranks have not been given yet
+        self._seen: WeakIdKeyDictionary | None = None
         self._registries: list[dict[str, Any]] = []  # where modules keep their children and parameters
         self._registered: list[object] = []
-        self._watched: list[Tensor] = []
+        self._watched: list[nn.Parameter] = []
         self._traits: list[tuple[bool, torch.dtype]] = []
         self.scan()
 
@@ -50,6 +53,7 @@ class TrainedParameters:
         self._registered = self._now_registered()
         self._watched = [p for _, p in self._all_named()]
         self._traits = self._current_traits()
+        self._note_newcomers()
 
     def changed(self) -> bool:
         """Whether a parameter was replaced, added, removed, frozen, unfrozen or converted since ``scan``.
@@ -58,8 +62,16 @@ class TrainedParameters:
         """
         now = self._now_registered()
         if len(now) != len(self._registered) or not all(map(operator.is_, now, self._registered)):
-            return True
+            return not any(_stands_in(value) for value in now)
         return self._current_traits() != self._traits
+
+    def _note_newcomers(self) -> None:
+        """Parameters that ``scan`` finds for the first time, but for those of the first scan."""
+        if self._seen is None:
+            self._seen = WeakIdKeyDictionary()
+        else:
+            self.newcomers += [p for p in self._watched if p not in self._seen]
+        self._seen.update(dict.fromkeys(self._watched, True))
 
     def _now_registered(self) -> list[object]:
         return list(itertools.chain.from_iterable(map(dict.values, self._registries)))
@@ -69,6 +81,11 @@ class TrainedParameters:
 
     def _current_traits(self) -> list[tuple[bool, torch.dtype]]:
         return list(map(_TRAITS, self._watched))
+
+
+def _stands_in(value: object) -> bool:
+    """Whether it is in a parameter's place for one call, as torch.func.functional_call puts tensors there."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec:

@@ -34,18 +34,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.coalesced import broadcast_tensors
 from paceline.comm.memory import memory_of
 from paceline.comm.waiting import Peers
-from paceline.engine.backward_pass import BackwardPass, Lessons
+from paceline.engine.backward_pass import BackwardPass
 from paceline.engine.bucket import Slot
-from paceline.engine.callbacks import at_end_of_backward, call_weakly, owners_of_hooks
+from paceline.engine.callbacks import at_end_of_backward, call_weakly, is_marked, owners_of_hooks
 from paceline.engine.comm_hooks import Averaging, CommHook
 from paceline.engine.launcher import BucketLauncher
 from paceline.engine.layout import BucketLayout
+from paceline.engine.lessons import Lessons, agree_on_order
 from paceline.engine.options import ReducerOptions
 from paceline.engine.parameters import TrainedParameters
-from paceline.engine.plan import registration_order
 from paceline.engine.statistics import RunStatistics
 from paceline.engine.statistics_exchange import StatisticsExchange
 from paceline.engine.usage import PassVerdict, RankReport, Standing
@@ -64,7 +63,7 @@ class Reducer:
 
     Args:
         parameters: the trained parameters of the wrapped module.
-        group: the ranks that hold copies of the module.
+        group: the ranks that hold copies of the module; best one that nothing else uses.
         options: what the user decided.
     """
 
@@ -78,9 +77,9 @@ class Reducer:
         self.at_pass_end: list[Callable[[], None]] = []  # when the averages are there
         self.statistics = RunStatistics()
         self.options = options
+        _retire_older(parameters)
         self._group = group
         self._peers = Peers(group)
-        _retire_older(parameters)
         self.layout = BucketLayout(
             parameters,
             self._peers.world_size,
@@ -95,12 +94,13 @@ class Reducer:
             self.layout, self._peers, Averaging(group), self.statistics, options.skip_unused
         )
         self._detached = False
+        self._retired = False  # a newer wrapper averages
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
         self._forwards = 0  # training forwards outside no_sync; in the tail, they show a skipped backward
         self._reached = 0  # number of parameters that a backward reached since the last check
-        self._newcomers: list[nn.Parameter] = []  # added to the module since the last forward
         self._lessons = Lessons()
+        self._lessons_of = {tuple(self.layout.specs): self._lessons}  # for each set of trained parameters
 
     # -- what the wrapper calls -------------------------------------------------------------
 
@@ -117,6 +117,8 @@ class Reducer:
             UnusedParametersError: the last synchronising pass left parameters without gradient and
                 ``find_unused_parameters`` is False.
         """
+        if self._retired and not owners_of_hooks(slot.parameter for slot in self.layout.slots):
+            self._return()
         if self._detached:
             return []
         if torch._C._current_graph_task_id() != -1:
@@ -128,8 +130,7 @@ class Reducer:
             self.statistics.step_begins()
         self._check_unused()
         self._settle()
-        newcomers, self._newcomers = self._newcomers, []
-        return newcomers
+        return self.layout.take_newcomers()
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """After a forward: see the outermost start of a backward that begins at these tensors."""
@@ -137,7 +138,7 @@ class Reducer:
             return
         hook = call_weakly(self._output_reached)
         for tensor in outputs:
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and not is_marked(tensor, self):
                 tensor.register_hook(hook)
 
     def tell_exception(self, error: BaseException) -> None:
@@ -167,6 +168,16 @@ class Reducer:
         """Average nothing from now on: another wrapper does, or none; gradients stay where they are."""
         self._detached = True
         self.layout.stop_watching()
+
+    def retire(self) -> None:
+        """Average nothing as long as a newer wrapper of the same parameters lives."""
+        self._retired = True
+        self.detach()
+
+    def _return(self) -> None:
+        """The newer wrapper is gone: average again."""
+        self._retired = self._detached = False
+        self.layout.watch()
 
     @property
     def hook(self) -> CommHook | None:
@@ -249,9 +260,20 @@ class Reducer:
             self.layout.replan(self._lessons.order, self._lessons.trailing)
 
     def _follow_module(self) -> None:
+        """Lay out other parameters; what was learned with exactly those counts again.
+
+        So ranks that return to the same parameters have the same plan, whatever one of them froze
+        and unfroze in between, and toggling costs nothing.
+        """
         checked = self._lessons.unused is None
-        self._lessons = Lessons()
-        self._newcomers += self.layout.refresh()
+        if not self.layout.refresh():
+            return
+        self._lessons = self._lessons_of.setdefault(tuple(self.layout.specs), Lessons())
+        self._lessons.unused, self._lessons.replan_due = None, False
+        if self._lessons.order is not None:
+            self.layout.replan(self._lessons.order, self._lessons.trailing)
+        for slot, count in zip(self.layout.slots, self._lessons.firings or (), strict=False):
+            slot.expected_firings = count or slot.expected_firings
         for slot in self.layout.slots:
             slot.reached = slot.reached and checked
         self._reached = sum(slot.reached for slot in self.layout.slots)
@@ -332,20 +354,13 @@ class Reducer:
         lessons.unused = verdict.unused_somewhere(self._peers.world_size)
         lessons.users = verdict.users
         if lessons.order is None:
-            lessons.order = self._agree_on_order(current)
+            device = self.layout.tail.device
+            lessons.order = agree_on_order(current.arrivals, len(self.layout.slots), self._group, device)
             lessons.replan_due = True
         unseen = lessons.unused.keys() - lessons.trailing
         if unseen and self.options.find_unused_parameters:
             lessons.trailing |= unseen
             lessons.replan_due = True
-
-    def _agree_on_order(self, current: BackwardPass) -> list[int]:
-        """Rank 0's order of arrival, on every rank; what did not arrive comes last."""
-        arrived = set(current.arrivals)
-        missing = [index for index in registration_order(len(self.layout.slots)) if index not in arrived]
-        order = torch.tensor(current.arrivals + missing, device=self.layout.tail.device)
-        broadcast_tensors([order], self._group)
-        return [int(index) for index in order.tolist()]
 
     def _compare_graph(self, current: BackwardPass) -> None:
         """Note how often each parameter fired, and raise if a graph declared static has changed."""
@@ -428,7 +443,7 @@ def _retire_older(parameters: TrainedParameters) -> None:
     mine = {parameter for _, parameter in parameters.named}
     for older in owners_of_hooks(mine):
         if {slot.parameter for slot in older.layout.slots} <= mine:
-            older.detach()
+            older.retire()
 
 
 def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:

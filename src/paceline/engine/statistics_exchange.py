@@ -1,9 +1,7 @@
 """How the layers of a module exchange batch statistics while the wrapper exchanges gradients.
 
-Note "a group of its own": the wrapper launches a bucket when its gradients are there, and ranks may
-differ in what they use, so nothing fixes the order of buckets and statistics between ranks. Both
-sides issue theirs in a fixed order among themselves; hence statistics travel in a process group that
-nothing else uses. It is made at the first training forward, once for each group of ranks.
+Statistics travel in a process group that nothing else uses (``comm/private_group.py`` says why). It
+is made at the first training forward, once for each group of ranks.
 
 Note "exact rows": each rank writes its row into a matrix of zeros, and the sum of the matrices holds
 every row exactly, whatever the order of addition. All ranks then combine the same bits in the same
@@ -18,13 +16,13 @@ a new group on all ranks.
 from __future__ import annotations
 
 import weakref
-from datetime import timedelta
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.private_group import private_group
 from paceline.comm.waiting import Peers
 from paceline.errors import PeerFailedError
 
@@ -40,14 +38,7 @@ class StatisticsExchange:
     _open: ClassVar[dict[int, StatisticsExchange]] = {}
 
     def __init__(self, base: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(base),
-            timeout=_timeout_of(base, device),
-            backend=dist.get_backend_config(base),
-            use_local_synchronization=True,
-            group_desc="paceline:batch_statistics",
-            sort_ranks=False,
-        )
+        self._group = private_group(base, device, "batch_statistics", owner=self)
         self._peers = _ExchangePeers(self._group)
 
     @classmethod
@@ -107,9 +98,3 @@ class _ExchangePeers(Peers):
                 "it stands in that rank's output. This pass has no gradients on any rank."
             )
         super()._look_around(what)
-
-
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long the group's collectives wait; None where its backend does not say."""
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
