@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.engine.plan import ParameterSpec
 
-_TRAITS = operator.attrgetter("requires_grad", "dtype")
+_TRAITS = operator.attrgetter("requires_grad", "dtype", "shape")
 _SPARSE_LAYERS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -36,7 +36,7 @@ class TrainedParameters:
         self._registries: list[dict[str, Any]] = []  # where modules keep their children and parameters
         self._registered: list[object] = []
         self._watched: list[Tensor] = []
-        self._traits: list[tuple[bool, torch.dtype]] = []
+        self._traits: list[tuple[bool, torch.dtype, torch.Size]] = []
         self.scan()
 
     def scan(self) -> None:
@@ -52,9 +52,9 @@ class TrainedParameters:
         self._traits = self._current_traits()
 
     def changed(self) -> bool:
-        """Whether a parameter was replaced, added, removed, frozen, unfrozen or converted since ``scan``.
+        """Whether a parameter was replaced, added, removed, (un)frozen, converted or resized since ``scan``.
 
-        Runs in every step, so it only compares identities and two attributes.
+        Runs in every step, so it only compares identities and three attributes.
         """
         now = self._now_registered()
         if len(now) != len(self._registered) or not all(map(operator.is_, now, self._registered)):
@@ -67,7 +67,7 @@ class TrainedParameters:
     def _all_named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)
 
-    def _current_traits(self) -> list[tuple[bool, torch.dtype]]:
+    def _current_traits(self) -> list[tuple[bool, torch.dtype, torch.Size]]:
         return list(map(_TRAITS, self._watched))
 
 
