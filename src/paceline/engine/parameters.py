@@ -76,10 +76,15 @@ def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
-        element_size=parameter.element_size(),
-        kind=(parameter.dtype, parameter.device),
+        element_size=gradient_dtype(parameter).itemsize,
+        kind=(gradient_dtype(parameter), parameter.device),
         sparse=sparse,
     )
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of the parameter's ``.grad``: its own, unless ``grad_dtype`` was set to another one."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def _sparse_parameters(layer: nn.Module) -> list[nn.Parameter]:
