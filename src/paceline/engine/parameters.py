@@ -54,12 +54,25 @@ class TrainedParameters:
     def changed(self) -> bool:
         """Whether a parameter was replaced, added, removed, (un)frozen, converted or resized since ``scan``.
 
-        Runs in every step, so it only compares identities and three attributes.
+        What stands in parameters' places for a while does not count, see ``lent``. Runs in every step,
+        so it only compares identities and three attributes.
         """
         now = self._now_registered()
-        if len(now) != len(self._registered) or not all(map(operator.is_, now, self._registered)):
-            return True
+        if not self._as_scanned(now):
+            return not _some_lent(now)
         return self._current_traits() != self._traits
+
+    def lent(self) -> bool:
+        """Whether tensors that are no parameters stand in the places of some at the moment.
+
+        ``torch.func.functional_call`` puts them there for one call: weights that were computed (MAML),
+        or that a transformation of functions traces (per-sample gradients).
+        """
+        now = self._now_registered()
+        return not self._as_scanned(now) and _some_lent(now)
+
+    def _as_scanned(self, now: list[object]) -> bool:
+        return len(now) == len(self._registered) and all(map(operator.is_, now, self._registered))
 
     def _now_registered(self) -> list[object]:
         return list(itertools.chain.from_iterable(map(dict.values, self._registries)))
@@ -85,6 +98,10 @@ def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype of the parameter's ``.grad``: its own, unless ``grad_dtype`` was set to another one."""
     return parameter.grad_dtype or parameter.dtype
+
+
+def _some_lent(registered: list[object]) -> bool:
+    return any(isinstance(value, Tensor) and not isinstance(value, nn.Parameter) for value in registered)
 
 
 def _sparse_parameters(layer: nn.Module) -> list[nn.Parameter]:
