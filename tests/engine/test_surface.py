@@ -1,6 +1,6 @@
 """What may be handed to a wrapper: outputs, hooks, sizes, modules, weights, meshes of many kinds.
 
-Ranks are started once for many checks; each check is held against one process on the joined batch.
+Ranks are started once for the checks of one section; they are held against one process on the joined batch.
 """
 
 from __future__ import annotations
@@ -355,14 +355,9 @@ def hooks_and_outputs(rank, world):
 CHECKS = (hooks_and_outputs, assigned_module, lent_weights, sizes_and_dtypes, wrapper_inside)
 
 
-def all_checks(rank, world):
-    for check in CHECKS:
-        check(rank, world)
-        dist.barrier()
-
-
-def test_what_is_handed_to_a_wrapper():
-    run_ranks(all_checks, 2, timeout=100)
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_is_handed_to_a_wrapper(check):
+    run_ranks(check, 2, timeout=100)
 
 
 # -- tensor parallelism ---------------------------------------------------------------------
