@@ -1,4 +1,4 @@
-"""What else goes on in a process: other wrappers, the user's own collectives, gradients that the user holds."""
+"""What else goes on in a process: other wrappers, the user's own collectives, gradients the user holds."""
 
 from __future__ import annotations
 

@@ -469,7 +469,7 @@ def bad_arguments(rank, world):
     net = Chain()
     attempt("device_ids", lambda: DistributedDataParallel(net, device_ids=[0]))
     attempt("output_device", lambda: DistributedDataParallel(net, output_device=0))
-    attempt("cap", lambda: DistributedDataParallel(net, bucket_cap_mb=0))
+    attempt("cap", lambda: DistributedDataParallel(net, bucket_cap_mb=-1))
     attempt("lazy", lambda: DistributedDataParallel(nn.LazyLinear(3)))
     attempt("delayed", lambda: DistributedDataParallel(net, delay_all_reduce_named_params=[]))
     attempt("hook", lambda: DistributedDataParallel(net).register_comm_hook(None, "no function"))
@@ -483,7 +483,7 @@ def test_arguments_that_cannot_work_raise_at_once_and_say_why():
     for errors in run_ranks(bad_arguments, 1, timeout=60):
         assert "device_ids" in errors["device_ids"] and "leave them out" in errors["device_ids"]
         assert "output_device" in errors["output_device"]
-        assert "bucket_cap_mb must be a positive number" in errors["cap"]
+        assert "bucket_cap_mb must be a number of MiB" in errors["cap"]
         assert "weight has no shape yet" in errors["lazy"]
         assert "at the same time" in errors["delayed"]
         assert "callable" in errors["hook"]

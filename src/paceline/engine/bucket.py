@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.memory import Allocate
+from paceline.engine.parameters import gradient_dtype
 from paceline.errors import GradientError
 
 # A gradient of at least this many bytes is copied into its slot as soon as it is there, so
@@ -66,7 +67,7 @@ class Slot:
         self.name: str
         self.bucket: Bucket
         self.view: Tensor | None = None
-        self.copies_at_once = parameter.numel() * parameter.element_size() >= COPY_AT_ONCE_BYTES
+        self.copies_at_once = parameter.numel() * gradient_dtype(parameter).itemsize >= COPY_AT_ONCE_BYTES
         self.firings = 0
         self.expected_firings = 1
         self.reached = parameter.grad is not None
@@ -257,7 +258,7 @@ class DenseBucket:
         if self._storage is None:
             first = self.slots[0].parameter
             numel = self.numel + self._tail_numel
-            self._storage = self._allocate(numel, dtype=first.dtype, device=first.device)
+            self._storage = self._allocate(numel, dtype=gradient_dtype(first), device=first.device)
             self._make_views(self._storage)
         return self._storage
 
@@ -349,7 +350,7 @@ class SparseBucket:
     def hand_back(self, nowhere: Set[int]) -> None:
         (slot,) = self.slots
         if slot.index not in nowhere:
-            slot.parameter.grad = self.gradients_only().to(slot.parameter.dtype)
+            slot.parameter.grad = self.gradients_only().to(gradient_dtype(slot.parameter))
         self._gradient = None
 
 
@@ -434,7 +435,8 @@ def _dense(gradient: Tensor) -> Tensor:
 def _sparse(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     if gradient is None:
         indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
-        values = parameter.new_empty((0, *parameter.shape[1:]), requires_grad=False)
+        dtype = gradient_dtype(parameter)
+        values = parameter.new_empty((0, *parameter.shape[1:]), dtype=dtype, requires_grad=False)
         return torch.sparse_coo_tensor(
             indices, values, parameter.shape, is_coalesced=True, check_invariants=False
         )

@@ -103,6 +103,10 @@ class BufferSync:
         """
         self._hook = BufferHook(state, function, after_forward)
 
+    def take_hook_of(self, other: BufferSync) -> None:
+        """Go on with the hook of another, if it has one."""
+        self._hook = other._hook
+
     def before_forward(self, passes_finished: int) -> bool:
         """Synchronise if due; True if the hook is to run after this forward instead."""
         if not self.take_turn(passes_finished):

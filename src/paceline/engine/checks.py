@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.coalesced import gather_objects
+from paceline.engine.callbacks import owners_of_hooks
 from paceline.errors import ArgumentError, ReplicaMismatchError
 
 
@@ -71,7 +73,18 @@ def require_default_group(group: dist.ProcessGroup) -> None:
 
 
 def only_device_type(module: nn.Module) -> torch.device:
-    """The module's device (the first of several of one type); raise for mixed types and missing shapes."""
+    """The module's device (the first of several of one type).
+
+    Raises:
+        ArgumentError: devices of several types, or tensors that have none yet (``meta``).
+        RuntimeError: parameters that have no shape yet.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type == "meta":
+            raise ArgumentError(
+                f"cannot train {name}, which is on the meta device and has no values. "
+                "Give the module memory with module.to_empty(device=...), load or initialise it, then wrap it"
+            )
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     types = {device.type for device in devices}
     if len(types) > 1:
@@ -86,6 +99,26 @@ def only_device_type(module: nn.Module) -> torch.device:
                 "has no shape yet. Run a dummy forward pass to correctly initialize the modules"
             )
     return min(devices, key=str) if devices else torch.device("cpu")
+
+
+def refuse_parameters_of_other_groups(
+    module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup
+) -> None:
+    """Raise if a wrapper over other ranks than ``group`` averages a parameter of ``module`` already."""
+    ranks = dist.get_process_group_ranks(group)
+    for name, parameter in module.named_parameters():
+        if name in ignored or not parameter.requires_grad:
+            continue
+        for other in owners_of_hooks([parameter]):
+            theirs = dist.get_process_group_ranks(other.group)
+            if theirs != ranks:
+                raise ArgumentError(
+                    f"rank {dist.get_rank()}: {name} is averaged over ranks {theirs} by a wrapper of its own "
+                    f"and would be averaged over ranks {ranks} here. To leave it to that wrapper, name its "
+                    "parameters and buffers before you wrap: "
+                    f"module._ddp_params_and_buffers_to_ignore = [{name!r}, ...]; to average it here, delete "
+                    "that wrapper first"
+                )
 
 
 def check_devices(
@@ -121,10 +154,12 @@ def _device_index(device: int | torch.device | str) -> int:
 
 
 def check_caps(cap_mb: float | None, cap_mb_list: list[float]) -> None:
-    """Raise for bucket sizes that are not positive."""
+    """Raise for bucket sizes that are none; 0 stands for one parameter per bucket."""
     for value in [*cap_mb_list, *([] if cap_mb is None else [cap_mb])]:
-        if not value > 0:
-            raise ArgumentError(f"bucket_cap_mb must be a positive number of MiB, got {value!r}")
+        if not 0 <= value < math.inf:
+            raise ArgumentError(
+                f"bucket_cap_mb must be a number of MiB, or 0 for one parameter per bucket, got {value!r}"
+            )
 
 
 def check_interval(steps: int) -> int:

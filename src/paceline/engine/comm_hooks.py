@@ -11,8 +11,10 @@ before the sum, so that it cannot overflow: |sum of x/W| <= max |x|.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,11 +103,43 @@ def check_hook(hook: Hook) -> None:
     """
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
-    signature = inspect.signature(hook)
+    signature = _signature_of(hook)
     bucket = signature.parameters.get("bucket")
-    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
+    if bucket is not None and not _says(bucket.annotation, (dist.GradBucket, GradBucket)):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+    if not _says(signature.return_annotation, (torch.futures.Future[torch.Tensor],)):
         raise ValueError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
         )
+
+
+def name_of_hook(hook: Hook) -> str:
+    """What a hook is called in messages: a function's name, or the class of another callable."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _signature_of(hook: Hook) -> inspect.Signature:
+    """With annotations as objects, or as text where they name what exists for type checkers only."""
+    try:
+        return inspect.signature(hook, eval_str=True)
+    except (NameError, AttributeError, TypeError, SyntaxError):
+        return inspect.signature(hook)
+    except ValueError:  # a callable written in C may have none
+        return inspect.Signature()
+
+
+def _says(annotation: Any, expected: Sequence[Any]) -> bool:
+    """Whether an annotation is missing, is one of ``expected``, or spells the name of one."""
+    if annotation is inspect.Signature.empty or annotation in expected:
+        return True
+    return isinstance(annotation, str) and _bare(annotation) in map(_bare, map(_spelling, expected))
+
+
+def _spelling(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _bare(spelling: str) -> str:
+    """Without the modules that names are reached through, quotes and spaces."""
+    return re.sub(r"[\w.]*\.|[\s'\"]", "", spelling)

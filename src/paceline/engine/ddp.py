@@ -8,7 +8,6 @@ reducer sees where backward starts. Gradients are the reducer's business.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,19 +29,22 @@ from paceline.engine.checks import (
     check_interval,
     choose_group,
     only_device_type,
+    refuse_parameters_of_other_groups,
     require_default_group,
     verify_same_parameters,
     warn_of_old_names,
 )
-from paceline.engine.comm_hooks import CommHook, Hook, check_hook
+from paceline.engine.comm_hooks import CommHook, Hook, check_hook, name_of_hook
 from paceline.engine.join import WrapperJoinHook, agree_to_synchronise, synchronise_buffers
 from paceline.engine.optimizer_in_backward import step_and_clear, take_over
 from paceline.engine.options import ReducerOptions
+from paceline.engine.outputs import tensors_in
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps
 from paceline.engine.precision import LowPrecision, PrecisionConfig, average_in
 from paceline.engine.reducer import Reducer
-from paceline.engine.state_keys import use_plain_keys
+from paceline.engine.state_keys import uncompiled, use_plain_keys, without_compiler_prefix
+from paceline.engine.tensor_parallel import is_part_of_a_larger, refuse_dtensors, train_own_shards
 from paceline.engine.torch_names import TorchNames
 from paceline.engine.verify import verify_replicas
 
@@ -64,7 +66,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     - Gradients always live in the buckets, once. With ``gradient_as_bucket_view=False`` (the
       default) a gradient that you keep across ``zero_grad`` stays as it is, as in plain PyTorch;
       with True later passes write over it, which saves looking.
-    - Parameters may be frozen, unfrozen or replaced after wrapping, on all ranks alike.
+    - Parameters may be frozen, unfrozen or replaced after wrapping, on all ranks alike; so may ``module``.
     - ``state_dict()`` has the keys of ``module``, ``load_state_dict()`` takes those and torch's alike.
     - A module without trainable parameters is passed through.
 
@@ -79,7 +81,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         broadcast_buffers: whether buffers follow rank 0 at the start of forward.
         init_sync: whether construction compares and broadcasts; if False, you make ranks equal.
         process_group: the ranks; all of them by default.
-        bucket_cap_mb: MiB of gradient in one all-reduce; default 25, with small first and last buckets.
+        bucket_cap_mb: MiB of gradient in one all-reduce; default 25, with small first and last buckets;
+            0 for one parameter in each.
         find_unused_parameters: allow steps that leave parameters without gradient.
         check_reduction: obsolete in torch as well; only False.
         gradient_as_bucket_view: see above.
@@ -89,7 +92,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             backward ends, which is never before this parameter's gradient is there.
         mixed_precision: an object with param_dtype, reduce_dtype and buffer_dtype, as torch's
             ``_MixedPrecision``: forward and backward run on low-precision copies of the parameters.
-        device_mesh: a one-dimensional mesh in place of ``process_group``.
+        device_mesh: a one-dimensional mesh in place of ``process_group``. If it is part of a larger one,
+            parameters sharded along the rest become each rank's shard; construct optimizers afterwards.
         skip_all_reduce_unused_params: with ``find_unused_parameters``, leave buckets out that no rank
             needs in a pass; the others' usage is then exchanged in a collective of its own.
         bucket_cap_mb_list: caps of the first buckets in MiB; ``bucket_cap_mb`` holds for the others.
@@ -135,16 +139,16 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.process_group = choose_group(process_group, device_mesh)
         self.module = module
         self.dim = dim
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.device = only_device_type(module)
-        self.device_ids, self.output_device = check_devices(module, device_ids, output_device)
+        self._prepare_module(device_ids, output_device)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self._verified_at = 0  # the pass after which the ranks' parameters were compared last
         self.verify_replicas_every = check_interval(verify_replicas_every)
-        self.delayed_parameters = frozenset(name for name, _ in delay_all_reduce_named_params or ())
+        self.delayed_parameters = frozenset(
+            without_compiler_prefix(name) for name, _ in delay_all_reduce_named_params or ()
+        )
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_cap_mb_list = list(bucket_cap_mb_list or ())
         check_caps(bucket_cap_mb, self.bucket_cap_mb_list)
@@ -155,6 +159,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._make_replicas_equal()
         self.mixed_precision = mixed_precision
         self._build_reducer(self._private_group())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of any module; but another ``module`` is wrapped in place of the one before, on all ranks."""
+        if name == "module" and "reducer" in self.__dict__ and isinstance(value, nn.Module):
+            self._wrap_instead(value)
+        else:
+            super().__setattr__(name, value)
 
     # -- training ---------------------------------------------------------------------------
 
@@ -168,7 +179,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             UnusedParametersError: the last step left parameters without gradient, and
                 ``find_unused_parameters`` is False.
         """
-        hook_after = torch.is_grad_enabled() and self._before_forward()
+        # A forward on tensors lent by functional_call is the bare module's; see TrainedParameters.lent.
+        trains = torch.is_grad_enabled() and not self._trained.lent()
+        hook_after = trains and self._before_forward()
         if self.device_ids:
             device = torch.device(self.device.type, self.device_ids[0])
             inputs, kwargs = _to_device(inputs, device), _to_device(kwargs, device)
@@ -179,8 +192,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             raise
         if hook_after:
             self.buffer_sync.run_hook()
-        if torch.is_grad_enabled():
-            self.reducer.prepare_for_backward(_tensors_in(output))
+        if trains:
+            self.reducer.prepare_for_backward(tensors_in(output))
         return output
 
     @contextlib.contextmanager
@@ -221,7 +234,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             check_hook(hook)
         except (TypeError, ValueError) as error:
             raise self.reducer.statistics.note(error) from None
-        self._set_hook(state, hook, hook.__qualname__)
+        self._set_hook(state, hook, name_of_hook(hook))
 
     def _set_hook(self, state: object, hook: Hook, name: str) -> None:
         registered = self.reducer.hook
@@ -276,23 +289,23 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         Raises:
             ReplicaMismatchError: on every rank, naming the first tensor that differs, where and by how much.
         """
-        verify_replicas(self.module, self.process_group, ignored=self.parameters_to_ignore)
+        verify_replicas(self._uncompiled_module, self.process_group, ignored=self.parameters_to_ignore)
 
     # -- state ------------------------------------------------------------------------------
 
     def module_states(self, include_buffers: bool = True) -> list[Tensor]:
         """Parameters, and buffers if asked for, that are equal on all ranks."""
-        ignored = self.parameters_to_ignore
-        states = [p.detach() for name, p in self.module.named_parameters() if name not in ignored]
+        module, ignored = self._uncompiled_module, self.parameters_to_ignore
+        states = [p.detach() for name, p in module.named_parameters() if name not in ignored]
         if include_buffers:
-            states += [b.detach() for name, b in self.module.named_buffers() if name not in ignored]
+            states += [b.detach() for name, b in module.named_buffers() if name not in ignored]
         return states
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the process group and the reducer; the copy is built on the default group."""
         require_default_group(self.process_group)
         state = self.__dict__.copy()
-        for name in ("process_group", "device_mesh", "reducer", "buffer_sync", "low_precision"):
+        for name in ("process_group", "device_mesh", "reducer", "_trained", "buffer_sync", "low_precision"):
             del state[name]
         return state
 
@@ -332,7 +345,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if every and passes and passes % every == 0 and passes != self._verified_at:
             self._verified_at = passes
             ignored = self.parameters_to_ignore
-            verify_replicas(self.module, self.process_group, ignored=ignored, include_buffers=False)
+            module = self._uncompiled_module
+            verify_replicas(module, self.process_group, ignored=ignored, include_buffers=False)
 
     def _run_module(self, inputs: Any, kwargs: Any) -> Any:
         if self.low_precision is None:
@@ -354,22 +368,61 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if owned:
             self.reducer.at_pass_end.append(functools.partial(step_and_clear, owned))
 
+    def _prepare_module(self, device_ids: Any = None, output_device: Any = None) -> None:
+        """Read what ``module`` says of itself, and raise if it cannot be wrapped."""
+        module = self._uncompiled_module
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        self.parameters_to_ignore = set(map(without_compiler_prefix, ignored))
+        self.device = only_device_type(module)
+        self.device_ids, self.output_device = check_devices(module, device_ids, output_device)
+        if is_part_of_a_larger(self.device_mesh):
+            train_own_shards(module)
+        refuse_dtensors(module, self.parameters_to_ignore)
+        refuse_parameters_of_other_groups(module, self.parameters_to_ignore, self.process_group)
+
+    def _wrap_instead(self, module: nn.Module) -> None:
+        """Go on with another module, hooks and ``no_sync`` as they are; with the one before if it raises."""
+        compiled_or_not = uncompiled(module) is self._uncompiled_module
+        before = self.__dict__ | {"_modules": dict(self._modules)}
+        super().__setattr__("module", module)
+        if compiled_or_not:
+            return  # the same parameters under the same names: what was learned of them holds
+        try:
+            self._prepare_module(self.device_ids, self.output_device)
+            self._make_replicas_equal()
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+        older, older_buffers, self._verified_at = self.reducer, self.buffer_sync, 0
+        older.detach()
+        self._build_reducer(older.group)
+        self.buffer_sync.take_hook_of(older_buffers)
+        self.reducer.synchronise = older.synchronise
+        if self.mixed_precision is None:
+            self.reducer.hook = older.hook
+
+    @property
+    def _uncompiled_module(self) -> nn.Module:
+        return uncompiled(self.module)
+
     def _make_replicas_equal(self) -> None:
         self._verify_same_parameters()
         broadcast_tensors(self.module_states(), self.process_group)
 
     def _verify_same_parameters(self) -> None:
-        verify_same_parameters(self.module, self.parameters_to_ignore, self.process_group)
+        verify_same_parameters(self._uncompiled_module, self.parameters_to_ignore, self.process_group)
 
     def _private_group(self) -> dist.ProcessGroup:
         return private_group(self.process_group, self.device, "gradients", owner=self)
 
     def _build_reducer(self, group: dist.ProcessGroup) -> None:
+        module = self._uncompiled_module
         self.buffer_sync = BufferSync(
-            self.module, self.process_group, self.parameters_to_ignore, self.forward_sync_buffers
+            module, self.process_group, self.parameters_to_ignore, self.forward_sync_buffers
         )
+        self._trained = TrainedParameters(module, self.parameters_to_ignore)
         self.reducer = Reducer(
-            TrainedParameters(self.module, self.parameters_to_ignore),
+            self._trained,
             group,
             ReducerOptions(
                 caps=BucketCaps.from_megabytes(self.bucket_cap_mb, self.bucket_cap_mb_list),
@@ -388,7 +441,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._use_low_precision(self.mixed_precision)
 
     def _use_low_precision(self, config: PrecisionConfig) -> None:
-        self.low_precision = LowPrecision(self.module, self.parameters_to_ignore, config)
+        self.low_precision = LowPrecision(self._uncompiled_module, self.parameters_to_ignore, config)
         self.reducer.at_backward_end.append(self.low_precision.restore)
         dtype = config.reduce_dtype or config.param_dtype
         if dtype is not None:
@@ -397,14 +450,3 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
 def _to_device(values: Any, device: torch.device) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
-
-
-def _tensors_in(output: Any) -> list[Tensor]:
-    """Tensors in nested containers, dataclasses and plain objects with attributes."""
-    found: list[Tensor] = []
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return found

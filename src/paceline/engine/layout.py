@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.memory import Allocate, plain_memory
 from paceline.engine.bucket import Bucket, DenseBucket, Slot, SparseBucket
 from paceline.engine.callbacks import call_weakly
-from paceline.engine.parameters import TrainedParameters
+from paceline.engine.parameters import TrainedParameters, gradient_dtype
 from paceline.engine.plan import BucketCaps, BucketPlan, ParameterSpec, plan_buckets, registration_order
 from paceline.engine.usage import TailLayout
 
@@ -166,7 +166,9 @@ class BucketLayout:
         slots = [self.slots[index] for index in indices]
         if self._parameters.specs[indices[0]].sparse:
             return SparseBucket(position, slots[0])
-        carries_tail = is_last and not self._tail_alone and slots[0].parameter.dtype in _EXACT_TO_2_TO_20
+        carries_tail = (
+            is_last and not self._tail_alone and gradient_dtype(slots[0].parameter) in _EXACT_TO_2_TO_20
+        )
         tail_numel = self.tail_layout.numel if carries_tail else 0
         return DenseBucket(position, slots, tail_numel, self._keep_shared, self._allocate)
 

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.engine.plan import ParameterSpec
 
-_TRAITS = operator.attrgetter("requires_grad", "dtype")
+_TRAITS = operator.attrgetter("requires_grad", "dtype", "shape")
 _SPARSE_LAYERS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -39,7 +39,7 @@ class TrainedParameters:
         self._registries: list[dict[str, Any]] = []  # where modules keep their children and parameters
         self._registered: list[object] = []
         self._watched: list[nn.Parameter] = []
-        self._traits: list[tuple[bool, torch.dtype]] = []
+        self._traits: list[tuple[bool, torch.dtype, torch.Size]] = []
         self.scan()
 
     def scan(self) -> None:
@@ -56,14 +56,27 @@ class TrainedParameters:
         self._note_newcomers()
 
     def changed(self) -> bool:
-        """Whether a parameter was replaced, added, removed, frozen, unfrozen or converted since ``scan``.
+        """Whether a parameter was replaced, added, removed, (un)frozen, converted or resized since ``scan``.
 
-        Runs in every step, so it only compares identities and two attributes.
+        What stands in parameters' places for a while does not count, see ``lent``. Runs in every step,
+        so it only compares identities and three attributes.
         """
         now = self._now_registered()
-        if len(now) != len(self._registered) or not all(map(operator.is_, now, self._registered)):
-            return not any(_stands_in(value) for value in now)
+        if not self._as_scanned(now):
+            return not _some_lent(now)
         return self._current_traits() != self._traits
+
+    def lent(self) -> bool:
+        """Whether tensors that are no parameters stand in the places of some at the moment.
+
+        ``torch.func.functional_call`` puts them there for one call: weights that were computed (MAML),
+        or that a transformation of functions traces (per-sample gradients).
+        """
+        now = self._now_registered()
+        return not self._as_scanned(now) and _some_lent(now)
+
+    def _as_scanned(self, now: list[object]) -> bool:
+        return len(now) == len(self._registered) and all(map(operator.is_, now, self._registered))
 
     def _note_newcomers(self) -> None:
         """Parameters that ``scan`` finds for the first time, but for those of the first scan."""
@@ -79,13 +92,8 @@ class TrainedParameters:
     def _all_named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)
 
-    def _current_traits(self) -> list[tuple[bool, torch.dtype]]:
+    def _current_traits(self) -> list[tuple[bool, torch.dtype, torch.Size]]:
         return list(map(_TRAITS, self._watched))
-
-
-def _stands_in(value: object) -> bool:
-    """Whether it is in a parameter's place for one call, as torch.func.functional_call puts tensors there."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec:
@@ -93,10 +101,19 @@ def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
-        element_size=parameter.element_size(),
-        kind=(parameter.dtype, parameter.device),
+        element_size=gradient_dtype(parameter).itemsize,
+        kind=(gradient_dtype(parameter), parameter.device),
         sparse=sparse,
     )
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of the parameter's ``.grad``: its own, unless ``grad_dtype`` was set to another one."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def _some_lent(registered: list[object]) -> bool:
+    return any(isinstance(value, Tensor) and not isinstance(value, nn.Parameter) for value in registered)
 
 
 def _sparse_parameters(layer: nn.Module) -> list[nn.Parameter]:

@@ -57,6 +57,7 @@ class BucketCaps:
 
     Attributes:
         limits: caps of the buckets of one kind in launch order; the last entry holds for all that follow.
+            With 0 every parameter has a bucket of its own.
         last: cap of the very last bucket, or None to leave it as it comes.
     """
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from paceline.engine.bucket import GradBucket
+from paceline.engine.parameters import gradient_dtype
 
 
 class PrecisionConfig(Protocol):
@@ -46,6 +47,7 @@ class LowPrecision:
         for parameter in self._parameters:
             parameter._fp_param = parameter.data  # type: ignore[attr-defined]
             parameter._mp_param = parameter.data.new_empty(0, dtype=self._dtype)  # type: ignore[attr-defined]
+        self._gradient_dtypes = [gradient_dtype(parameter) for parameter in self._parameters]
         self._held: list[Tensor | None] | None = None  # gradients from before, while lowered
 
     def lower(self) -> bool:
@@ -63,12 +65,13 @@ class LowPrecision:
     def restore(self) -> None:
         """Give parameters and gradients full precision again, and free the copies."""
         held, self._held = self._held, None
-        for parameter, before in zip(self._parameters, held or (), strict=held is not None):
+        parameters = zip(self._parameters, self._gradient_dtypes, held or (), strict=held is not None)
+        for parameter, dtype, before in parameters:
             low, parameter.grad = parameter.grad, None
             parameter.data = parameter._fp_param  # type: ignore[attr-defined]
             parameter._mp_param = parameter.data.new_empty(0, dtype=self._dtype)  # type: ignore[attr-defined]
-            parameter.grad_dtype = parameter.dtype
-            parameter.grad = _added(before, low, parameter.dtype)
+            parameter.grad_dtype = dtype
+            parameter.grad = _added(before, low, dtype)
 
     def cast_inputs(self, values: Any) -> Any:
         """Floating-point tensors in nested containers, in the parameters' low precision."""

@@ -180,6 +180,11 @@ class Reducer:
         self.layout.watch()
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that gradients are averaged over."""
+        return self._group
+
+    @property
     def hook(self) -> CommHook | None:
         """The user's communication hook, None for averaging."""
         return self._launcher.hook

@@ -20,6 +20,16 @@ WRAPPED = "module."
 COMPILED = "_orig_mod."
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was given, or ``module`` itself if it is not compiled."""
+    return module._modules.get(COMPILED.rstrip(".")) or module
+
+
+def without_compiler_prefix(name: str) -> str:
+    """A parameter's name in a compiled module as its name in the ``uncompiled`` one."""
+    return name.removeprefix(COMPILED)
+
+
 def use_plain_keys(wrapper: nn.Module) -> None:
     """Give ``wrapper``, whose one child is called ``module``, plain keys in both directions."""
     wrapper.register_state_dict_post_hook(_write_plain_keys)

@@ -1,0 +1,43 @@
+"""The tensors in what a forward returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Tensors in nested containers that pytree knows and in dataclasses, however deep, each object once.
+
+    Outputs may refer to themselves or to each other: a tree whose nodes know their parent, a linked list.
+    """
+    found: list[Tensor] = []
+    visited: dict[int, Any] = {}  # keeps what it visited, or another object might get the same id
+    waiting = [output]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in visited:
+            continue
+        visited[id(value)] = value
+        if isinstance(value, Tensor):
+            found.append(value)
+        else:
+            waiting += reversed(_parts(value))
+    return found
+
+
+def _parts(value: Any) -> list[Any]:
+    """What ``value`` holds, one level deep; nothing if it is no container."""
+    calls = itertools.count()
+    parts = pytree.tree_leaves(value, is_leaf=lambda _: next(calls) > 0)  # only the first call is for `value`
+    if len(parts) != 1 or parts[0] is not value:
+        return parts
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # A field that __init__ does not take may not be set yet.
+        names = [field.name for field in dataclasses.fields(value)]
+        return [getattr(value, name) for name in names if hasattr(value, name)]
+    return []
