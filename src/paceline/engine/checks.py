@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.coalesced import gather_objects
+from paceline.comm.waiting import Peers
 from paceline.errors import ArgumentError, ReplicaMismatchError
 
 
@@ -72,6 +73,12 @@ def require_default_group(group: dist.ProcessGroup) -> None:
 
 def only_device_type(module: nn.Module) -> torch.device:
     """The module's device (the first of several of one type); raise for mixed types and missing shapes."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ArgumentError(
+                f"{name} is on the meta device: it has a shape and no values. Give the module values before "
+                'wrapping it, for example module.to_empty(device="cpu") and its weights\' initialisation'
+            )
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     types = {device.type for device in devices}
     if len(types) > 1:
@@ -134,16 +141,25 @@ def check_interval(steps: int) -> int:
     return steps
 
 
-def verify_same_parameters(module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup) -> None:
-    """Raise on every rank, naming the first difference, unless all ranks hold the same parameters."""
+def verify_same_parameters(module: nn.Module, ignored: Collection[str], peers: Peers, when: str) -> None:
+    """Raise on every rank, naming the first difference, unless all ranks hold the same parameters.
+
+    Args:
+        module: the wrapped module.
+        ignored: dotted names that may differ.
+        peers: the ranks that hold a replica.
+        when: says in the error of an exchange that fails at which point it was.
+    """
     mine = [
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in module.named_parameters()
         if name not in ignored
     ]
-    for rank, theirs in enumerate(gather_objects(mine, group)):
+    everyone = gather_objects(mine, peers, lambda: f"{when}, comparison of parameters' names and shapes")
+    for rank, theirs in enumerate(everyone):
         if theirs != mine:
-            raise ReplicaMismatchError(_first_difference(dist.get_rank(group), mine, rank, theirs))
+            (other,) = peers.in_job([rank])
+            raise ReplicaMismatchError(_first_difference(peers.global_rank, mine, other, theirs))
 
 
 def _first_difference(my_rank: int, mine: list[Any], rank: int, theirs: list[Any]) -> str:

@@ -20,7 +20,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchClass
 from torch.utils import _pytree as pytree
 
-from paceline.comm.coalesced import broadcast_differing, broadcast_tensors
+from paceline.comm.coalesced import broadcast_tensors
+from paceline.comm.waiting import Peers
 from paceline.engine.buffers import BufferSync
 from paceline.engine.checks import (
     check_caps,
@@ -43,7 +44,7 @@ from paceline.engine.precision import LowPrecision, PrecisionConfig, average_in
 from paceline.engine.reducer import Reducer
 from paceline.engine.state_keys import use_plain_keys
 from paceline.engine.torch_names import TorchNames
-from paceline.engine.verify import verify_replicas
+from paceline.engine.verify import compare_replicas
 
 
 @TorchClass.register  # so isinstance() is true of it: Accelerate and torch's own libraries ask
@@ -150,6 +151,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if wanted is None else wanted
         use_plain_keys(self)
+        self._meet_ranks()
         if init_sync:
             self._make_replicas_equal()
         self.mixed_precision = mixed_precision
@@ -275,29 +277,27 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         Raises:
             ReplicaMismatchError: on every rank, naming the first tensor that differs, where and by how much.
         """
-        verify_replicas(self.module, self.process_group, ignored=self.parameters_to_ignore)
+        compare_replicas(self.module, self.peers, self.parameters_to_ignore, include_buffers=True)
 
     # -- state ------------------------------------------------------------------------------
 
-    def module_states(self, include_buffers: bool = True) -> list[Tensor]:
-        """Parameters, and buffers if asked for, that are equal on all ranks."""
-        ignored = self.parameters_to_ignore
-        states = [p.detach() for name, p in self.module.named_parameters() if name not in ignored]
-        if include_buffers:
-            states += [b.detach() for name, b in self.module.named_buffers() if name not in ignored]
-        return states
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """The parameters that are equal on all ranks, frozen ones among them."""
+        named = self.module.named_parameters()
+        return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the process group and the reducer; the copy is built on the default group."""
         require_default_group(self.process_group)
         state = self.__dict__.copy()
-        for name in ("process_group", "device_mesh", "reducer", "buffer_sync", "low_precision"):
+        for name in ("process_group", "device_mesh", "peers", "reducer", "buffer_sync", "low_precision"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group, self.device_mesh = choose_group(None, None), None
+        self._meet_ranks()
         self._build_reducer()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
@@ -306,6 +306,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             return
         self.process_group = new_process_group
         self.reducer.detach()
+        self._meet_ranks()
         self._build_reducer()
 
     # -- inside -----------------------------------------------------------------------------
@@ -317,8 +318,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._take_over_optimizers()
         newcomers = self.reducer.prepare_for_forward(self.training)
         if newcomers:
-            self._verify_same_parameters()
-            broadcast_differing([p.detach() for p in newcomers], self.process_group)
+            when = f"forward before backward pass {self.reducer.passes_finished + 1}"
+            self._verify_same_parameters(when)
+            broadcast_tensors(newcomers, self.peers, lambda: f"{when}, broadcast of new parameters")
         self._verify_if_due()
         if joining:
             synchronise_buffers(self, has_data=True)
@@ -330,8 +332,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         every, passes = self.verify_replicas_every, self.reducer.passes_finished
         if every and passes and passes % every == 0 and passes != self._verified_at:
             self._verified_at = passes
-            ignored = self.parameters_to_ignore
-            verify_replicas(self.module, self.process_group, ignored=ignored, include_buffers=False)
+            when = f"forward before backward pass {passes + 1}, "
+            compare_replicas(self.module, self.peers, self.parameters_to_ignore, False, when)
 
     def _run_module(self, inputs: Any, kwargs: Any) -> Any:
         if self.low_precision is None:
@@ -353,17 +355,22 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if owned:
             self.reducer.at_pass_end.append(functools.partial(step_and_clear, owned))
 
-    def _make_replicas_equal(self) -> None:
-        self._verify_same_parameters()
-        broadcast_tensors(self.module_states(), self.process_group)
+    def _meet_ranks(self) -> None:
+        self.peers = Peers(self.process_group)
+        self.buffer_sync = BufferSync(
+            self.module, self.peers, self.parameters_to_ignore, self.device, self.forward_sync_buffers
+        )
 
-    def _verify_same_parameters(self) -> None:
-        verify_same_parameters(self.module, self.parameters_to_ignore, self.process_group)
+    def _make_replicas_equal(self) -> None:
+        self._verify_same_parameters("construction of the wrapper")
+        what = "construction of the wrapper, broadcast of parameters"
+        broadcast_tensors(self.replicated_parameters(), self.peers, lambda: what)
+        self.buffer_sync.broadcast(source=0)
+
+    def _verify_same_parameters(self, when: str) -> None:
+        verify_same_parameters(self.module, self.parameters_to_ignore, self.peers, when)
 
     def _build_reducer(self) -> None:
-        self.buffer_sync = BufferSync(
-            self.module, self.process_group, self.parameters_to_ignore, self.forward_sync_buffers
-        )
         self.reducer = Reducer(
             TrainedParameters(self.module, self.parameters_to_ignore),
             self.process_group,
@@ -377,6 +384,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 delayed=self.delayed_parameters,
             ),
         )
+        self.reducer.report_buffers = self.buffer_sync.report_forms
+        self.reducer.hear_buffers = self.buffer_sync.hear_forms
         self.reducer.at_pass_end.append(self.buffer_sync.wait_for_hook)
         self._optimizers_taken_over = False
         self.low_precision: LowPrecision | None = None

@@ -76,9 +76,10 @@ class Reducer:
         self.passes_finished = 0
         self.at_backward_end: list[Callable[[], None]] = []  # before anything is reduced
         self.at_pass_end: list[Callable[[], None]] = []  # when the averages are there
+        self.report_buffers: Callable[[], int] = lambda: 0  # a fingerprint of their names and forms
+        self.hear_buffers: Callable[[bool], None] = lambda alike: None  # whether all ranks reported the same
         self.statistics = RunStatistics()
         self.options = options
-        self._group = group
         self._peers = Peers(group)
         _retire_older(parameters)
         self.layout = BucketLayout(
@@ -121,6 +122,7 @@ class Reducer:
             return []
         if torch._C._current_graph_task_id() != -1:
             return []  # recomputed inside a backward (checkpointing): the pass goes on
+        self._peers.withdraw_exception()
         if self._pass is not None:
             self._abandon(self._pass)
         if training and self.synchronise:
@@ -141,8 +143,12 @@ class Reducer:
                 tensor.register_hook(hook)
 
     def tell_exception(self, error: BaseException) -> None:
-        """A forward raised here: if this rank is gone soon, the others can say why."""
-        self._peers.tell_exception(error)
+        """A forward raised here: if this rank is gone soon, the others can say why.
+
+        Not inside a backward: checkpointing stops its recomputation by an exception that it handles.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            self._peers.tell_exception(error)
 
     def shadow_pass(self) -> None:
         """Take part in the others' pass without data: zeros for every parameter, averages as they get.
@@ -302,6 +308,7 @@ class Reducer:
 
     def _conclude(self, current: BackwardPass, verdict: PassVerdict) -> None:
         self.passes_finished += 1
+        self.hear_buffers(verdict.buffers_alike())
         self._check_verdict(current, verdict)
         self._launcher.launch_used(current, verdict)
         self._launcher.reduce_late(current, verdict.late_buckets)
@@ -315,8 +322,8 @@ class Reducer:
         self._compare_graph(current)
 
     def _check_verdict(self, current: BackwardPass, verdict: PassVerdict) -> None:
-        rank = self._peers.rank
-        failed = verdict.failed_ranks()
+        rank = self._peers.global_rank
+        failed = self._peers.in_job(verdict.failed_ranks())
         if failed:
             StatisticsExchange.abandon()
             raise self.statistics.note(PeerFailedError(words_for_failed_peer(rank, current.number, failed)))
@@ -344,7 +351,8 @@ class Reducer:
         arrived = set(current.arrivals)
         missing = [index for index in registration_order(len(self.layout.slots)) if index not in arrived]
         order = torch.tensor(current.arrivals + missing, device=self.layout.tail.device)
-        broadcast_tensors([order], self._group)
+        what = f"backward pass {current.number}, broadcast of rank 0's order of arrival"
+        broadcast_tensors([order], self._peers, lambda: what)
         return [int(index) for index in order.tolist()]
 
     def _compare_graph(self, current: BackwardPass) -> None:
@@ -362,7 +370,7 @@ class Reducer:
             changed = [s for s, count in zip(self.layout.slots, before, strict=True) if s.firings != count]
             unreached = [(slot.index, slot.name) for slot in changed if not slot.firings]
             names = [slot.name for slot in changed]
-            words = words_for_changed_graph(self._peers.rank, current.number, unreached, names)
+            words = words_for_changed_graph(self._peers.global_rank, current.number, unreached, names)
             raise self.statistics.note(GraphChangedError(words))
 
     def _reset(self) -> None:
@@ -392,6 +400,7 @@ class Reducer:
         """Wait for what ``_abandon`` launched; its result is worth nothing."""
         self._abandoned = None
         self.passes_finished += 1
+        self.hear_buffers(False)
         self._launcher.land(abandoned)
 
     # -- words ------------------------------------------------------------------------------
@@ -406,6 +415,7 @@ class Reducer:
             plan_fingerprint=self.layout.plan.fingerprint,
             forwards=self._forwards,
             standing=current.standing,
+            buffer_forms=self.report_buffers(),
             without_gradient=[slot.index for slot in self._slots_without_gradient()],
             unreached=unreached,
             late_buckets=sorted(current.late),
@@ -420,7 +430,7 @@ class Reducer:
     def _words_for_unused(self, number: int, unused: dict[int, int]) -> str:
         slots = self.layout.slots
         listed = [UnusedParameter(i, slots[i].name, users, slots[i].reached) for i, users in unused.items()]
-        return words_for_unused(self._peers.rank, self._peers.world_size, number, listed)
+        return words_for_unused(self._peers.global_rank, self._peers.world_size, number, listed)
 
 
 def _retire_older(parameters: TrainedParameters) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchClass
 
 from paceline.comm.coalesced import CHUNK_BYTES, broadcast_tensors
+from paceline.comm.waiting import Peers
 from paceline.engine.buffers import BufferSync
 from paceline.engine.comm_hooks import BUILT_IN_HOOKS, Hook
 from paceline.engine.logging_data import logging_data
@@ -30,6 +31,7 @@ class TorchNames:
     reducer: Reducer
     buffer_sync: BufferSync
     process_group: dist.ProcessGroup
+    peers: Peers
     forward_sync_buffers: bool
     find_unused_parameters: bool
     static_graph: bool
@@ -83,7 +85,8 @@ class TorchNames:
         self, bufs: list[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         buffers = self.modules_buffers if bufs is None else bufs
-        broadcast_tensors(buffers, self.process_group, authoritative_rank, bucket_size or CHUNK_BYTES)
+        what = "broadcast of buffers by _default_broadcast_coalesced"
+        broadcast_tensors(buffers, self.peers, lambda: what, authoritative_rank, bucket_size or CHUNK_BYTES)
 
     # -- buckets and hooks ------------------------------------------------------------------
 
