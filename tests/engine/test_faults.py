@@ -8,7 +8,9 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.engine.ddp import DistributedDataParallel
 from tests.engine.nets import (
@@ -182,3 +184,146 @@ def test_a_rank_that_stops_is_named_when_the_timeout_has_passed():
     assert step == 3
     assert message.startswith("CollectiveTimeoutError"), message
     assert "rank 1 did not come" in message and "(c.bias, ..., a.weight)" in message
+
+
+class Normalised(Chain):
+    """Its buffers are broadcast in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+def never_comes_to_forward(rank, world, fault):
+    wrapper = DistributedDataParallel(Normalised())
+    for step in range(4):
+        wrapper.zero_grad()
+        if rank == 0 and step == 2:
+            fault()
+        try:
+            wrapper(rank_input(rank, step)).square().sum().backward()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("fault", [killed, stopped])
+def test_a_rank_that_never_comes_to_a_broadcast_in_forward_is_named(fault):
+    kind = {killed: "PeerLostError", stopped: "CollectiveTimeoutError"}[fault]
+    for outcome in rank_outcomes(never_comes_to_forward, 3, fault, timeout=25, group_timeout=4)[1:]:
+        assert outcome.value.startswith(f"{kind}: rank {outcome.rank}: forward before backward pass 3, ")
+        assert "broadcast of buffers (norm.running_mean, norm.running_var, " in outcome.value
+        assert "rank 0" in outcome.value.split("because")[1]
+
+
+def runs_out_of_data(rank, world):
+    wrapper = DistributedDataParallel(Normalised())
+    for step in range(3 if rank == 1 else 2):
+        wrapper.zero_grad()
+        message = caught(lambda step=step: wrapper(rank_input(rank, step)).square().sum().backward())
+    if rank == 0:
+        time.sleep(8)
+    return message
+
+
+def test_a_rank_that_runs_out_of_data_is_named_by_a_broadcast_in_forward():
+    fine, message = run_ranks(runs_out_of_data, 2, timeout=30, group_timeout=3)
+    assert fine == "fine"
+    assert message.startswith("CollectiveTimeoutError: rank 1: forward before backward pass 3")
+    assert "rank 0 did not come" in message and "out of data" in message
+
+
+def a_parameter_on_one_rank_alone(rank, world):
+    wrapper = DistributedDataParallel(Chain())
+    for step in range(2):
+        wrapper.zero_grad()
+        wrapper(rank_input(rank, step)).square().sum().backward()
+    if rank == 0:
+        wrapper.module.adapter = nn.Linear(4, 4)
+    return caught(lambda: wrapper(rank_input(rank)).square().sum().backward())
+
+
+def test_ranks_that_wait_for_different_things_say_which():
+    """The one compares models, the other averages: nobody is absent."""
+    for rank, message in enumerate(
+        run_ranks(a_parameter_on_one_rank_alone, 2, timeout=30, backend="gloo", group_timeout=3)
+    ):
+        what = ["comparison of parameters' names and shapes", "backward pass 3, all-reduce of bucket"]
+        assert f"rank {rank}: " in message and what[rank] in message.split("because")[0], message
+        assert what[1 - rank] in message.split("because")[1], message
+
+
+def subgroup(rank, world, fault):
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    wrapper = DistributedDataParallel(Normalised(), process_group=groups[rank // 2])
+    messages = [
+        caught(lambda: DistributedDataParallel(nn.Linear(2, 2 + rank), process_group=groups[rank // 2]))
+    ]
+    for step in range(4):
+        wrapper.zero_grad()
+        if rank == 3 and step == 2:
+            fault()
+        messages.append(caught(lambda step=step: wrapper(rank_input(rank, step)).square().sum().backward()))
+        if messages[-1] != "fine":
+            break
+    return messages
+
+
+def test_messages_about_a_subgroup_name_ranks_of_the_whole_job():
+    outcomes = rank_outcomes(subgroup, 4, killed, timeout=40)
+    for outcome in outcomes[:3]:
+        first = outcome.value[0]
+        mine, other = outcome.rank, outcome.rank ^ 1
+        assert f"rank {mine}: " in first and f"on rank {mine}" in first and f"on rank {other}" in first
+    assert outcomes[0].value[1:] == outcomes[1].value[1:] == ["fine"] * 4
+    message = outcomes[2].value[-1]
+    assert message.startswith("PeerLostError: rank 2: forward before backward pass 3"), message
+    assert "the process of rank 3 is gone" in message
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, fails=False):
+        if fails:
+            raise ValueError("bad sample 4711")
+        return self.b(checkpoint(self.a, x, use_reentrant=False))
+
+
+def recovered(rank, world):
+    wrapper = DistributedDataParallel(Picky())
+    for step in range(4):
+        wrapper.zero_grad()
+        if step == 1:
+            caught(lambda: wrapper(rank_input(rank), fails=True))
+            continue
+        if step == 3 and rank == 1:
+            time.sleep(6)
+            return "slept"
+        message = caught(lambda step=step: wrapper(rank_input(rank, step)).square().sum().backward())
+    return message
+
+
+def checkpointed_whole(rank, world):
+    wrapper = DistributedDataParallel(Picky())
+    for step in range(3):
+        wrapper.zero_grad()
+        if step == 2 and rank == 1:
+            time.sleep(6)
+            return "slept"
+        x = rank_input(rank, step).requires_grad_()
+        loss = checkpoint(wrapper, x, use_reentrant=False).square().sum()
+        message = caught(loss.backward)
+    return message
+
+
+@pytest.mark.parametrize("function", [recovered, checkpointed_whole])
+def test_an_exception_that_training_went_on_after_is_no_cause_of_what_comes_later(function):
+    message, _ = run_ranks(function, 2, timeout=30, group_timeout=3)
+    assert message.startswith("CollectiveTimeoutError") and "rank 1 did not come" in message
+    assert "had raised" not in message

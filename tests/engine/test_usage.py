@@ -21,6 +21,7 @@ def meetings(draw):
             plan_fingerprint=draw(st.integers(0, (1 << 20) - 1)),
             forwards=draw(st.integers(0, (1 << 20) - 1)),
             standing=draw(st.sampled_from(Standing)),
+            buffer_forms=draw(st.integers(0, (1 << 20) - 1)),
             without_gradient=draw(some_parameters),
             unreached=draw(some_parameters),
             late_buckets=draw(st.sets(st.integers(0, layout.buckets - 1)).map(sorted)),
@@ -44,6 +45,7 @@ def test_an_averaged_tail_reads_back_what_every_rank_wrote(meeting, dtype):
     assert verdict.plan_fingerprints == [report.plan_fingerprint for report in reports]
     assert verdict.forwards == [report.forwards for report in reports]
     assert verdict.standings == [report.standing for report in reports]
+    assert verdict.buffer_forms == [report.buffer_forms for report in reports]
     assert verdict.late_buckets == sorted({index for report in reports for index in report.late_buckets})
     everywhere = set.intersection(*[set(report.without_gradient) for report in reports])
     assert verdict.held_nowhere() == everywhere

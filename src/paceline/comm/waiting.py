@@ -9,9 +9,11 @@ Between slices it also looks at the other ranks: a rank that is not a neighbour 
 group's ring would learn of a death only through its timeout.
 
 Note "who is missing": a group's own error names a socket or nobody. So a rank that has
-waited for a while writes that into the group's store, and withdraws it afterwards. When
-the wait fails, the ranks that did not write are the ones that did not come; of those on
-the same host we also see whether their process is still there.
+waited for a while writes what for into the job's store, and withdraws it afterwards. When
+the wait fails, the ranks that did not write are the ones that did not come; if all did, they
+wait for different things. Of those on the same host we also see whether their process is
+still there. What a rank writes of itself holds in all its groups, so it is kept once for the
+job, under its rank in the whole job; and that is the rank that messages name.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
+from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerFailedError, PeerLostError
 
 SLICE = datetime.timedelta(seconds=0.2)
 DEATH_GRACE_S = 1.0  # how long a connection may be broken before the process behind it is gone
@@ -53,12 +56,15 @@ class Cause:
     """Why a collective cannot finish.
 
     Attributes:
-        kind: "lost" (processes are gone), "left" (connections broke) or "absent" (did not come).
-        ranks: the ranks it is put down to; empty when none could be found.
+        kind: "lost" (processes are gone), "left" (connections broke), "absent" (did not come) or
+            "apart" (all came, to different collectives).
+        ranks: the ranks of the whole job it is put down to; empty when none could be found.
+        elsewhere: what other ranks wait for, in words; of kind "apart" alone.
     """
 
     kind: str
     ranks: list[int]
+    elsewhere: str = ""
 
     def in_words(self) -> str:
         """The end of a sentence that begins with what failed."""
@@ -70,25 +76,60 @@ class Cause:
                 f"{named} did not come before the timeout: stuck, stopped, slower than the process group's "
                 "timeout, or out of data while others still have some"
             ),
+            "apart": f"the ranks wait for different things: {self.elsewhere}",
         }[self.kind]
 
 
 class Peers:
-    """The other ranks of a group, seen through the group's store.
+    """The other ranks of a group, seen through what they write into a store.
 
     Args:
-        group: the process group; its store is shared by exactly these ranks.
+        group: the process group.
+
+    Attributes:
+        group: the process group.
+        rank: this rank within the group.
+        world_size: number of ranks of the group.
+        global_rank: this rank within the whole job, which is what messages name.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.global_rank = dist.get_global_rank(group, self.rank)
+        self._ranks = dist.get_process_group_ranks(group)
         self._store = dist.PrefixStore("paceline/peers", _get_process_group_store(group))
+        self._job_store = _store_of_job()
         self._store_answers = True
+        self._told_exception = False
         self._known_neighbours: dict[int, Seat] | None = None
         if self.world_size > 1:
-            self._store.set(f"seat/{self.rank}", json.dumps([_host_identity(), os.getpid()]))
+            self._job_store.set(f"seat/{self.global_rank}", json.dumps([_host_identity(), os.getpid()]))
+
+    def in_job(self, ranks: Iterable[int]) -> list[int]:
+        """Ranks of the group, as ranks of the whole job."""
+        return [self._ranks[rank] for rank in ranks]
+
+    def run(self, start: Callable[[], dist.Work], device: torch.device, what: Callable[[], str]) -> None:
+        """Start a collective and wait for it.
+
+        Args:
+            start: issues it with ``async_op=True``.
+            device: of its tensors. On an accelerator the current stream waits, and the CPU does not.
+            what: gives the words for what is being waited for, called only when they are needed.
+
+        Raises:
+            CommunicationError: as ``wait``.
+        """
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self.explain(error, what()) from error
+        if device.type == "cpu":
+            self.wait(work, what)
+        else:
+            work.wait()
 
     def wait(self, work: dist.Work, what: Callable[[], str]) -> None:
         """Wait for ``work`` on a CPU group, in slices, until it is done or failed.
@@ -117,18 +158,20 @@ class Peers:
         """
         if isinstance(error, CommunicationError):  # the group knows the ranks itself
             because = f", because {error.reason}" if error.reason else ""
-            left = self._exceptions_of(dist.get_group_rank(self.group, rank) for rank in error.ranks)
-            text = f"rank {self.rank}: {what} failed{because}.{left} The process group said: {error}"
+            left = self._exceptions_of(error.ranks)
+            text = f"rank {self.global_rank}: {what} failed{because}.{left} The process group said: {error}"
             return type(error)(text)
         timed_out = "timed out" in str(error).lower()
         cause = self._cause_told_by_others()
         if cause is None and timed_out:
-            cause = Cause("absent", self._absent_ranks())
+            cause = self._cause_of_silence("absent", what)
         elif cause is None:
             lost = self._lost_ranks(patience_s=DEATH_GRACE_S)
             if not lost and not _CONNECTION.search(str(error)):
-                return CommunicationError(f"rank {self.rank}: {what} failed in the process group: {error}")
-            cause = Cause("lost", lost) if lost else Cause("left", self._absent_ranks())
+                return CommunicationError(
+                    f"rank {self.global_rank}: {what} failed in the process group: {error}"
+                )
+            cause = Cause("lost", lost) if lost else self._cause_of_silence("left", what)
         return self._failure(cause, what, f" The process group said: {error}")
 
     def _wait_slice(self, work: dist.Work, what: Callable[[], str]) -> bool:
@@ -147,26 +190,40 @@ class Peers:
     def tell_exception(self, error: BaseException) -> None:
         """Leave word of an exception on this rank, for those that will find it gone or absent."""
         text = f"{type(error).__name__}: {error}"
-        self._quietly(lambda: self._store.set(f"exception/{self.rank}", text))
+        self._told_exception = True
+        self._quietly(lambda: self._job_store.set(f"exception/{self.global_rank}", text))
+
+    def withdraw_exception(self) -> None:
+        """This rank goes on in spite of the exception it told: nothing later is to be put down to it."""
+        if self._told_exception:
+            self._told_exception = False
+            self._quietly(lambda: self._job_store.delete_key(f"exception/{self.global_rank}"))
 
     def _failure(self, cause: Cause, what: str, said: str = "") -> CommunicationError:
         self._tell_others(cause)
-        kind = CollectiveTimeoutError if cause.kind == "absent" else PeerLostError
+        kind = CollectiveTimeoutError if cause.kind in ("absent", "apart") else PeerLostError
         left = self._exceptions_of(cause.ranks)
-        return kind(f"rank {self.rank}: {what} failed, because {cause.in_words()}.{left}{said}")
+        return kind(f"rank {self.global_rank}: {what} failed, because {cause.in_words()}.{left}{said}")
 
     def _exceptions_of(self, ranks: Iterable[int]) -> str:
         """What these ranks said of themselves before they were gone, as sentences to append."""
-        texts = {rank: self._read(f"exception/{rank}") for rank in ranks}
+        texts = {rank: self._read_of_job(f"exception/{rank}") for rank in ranks}
         return "".join(f" Rank {rank} had raised {text}." for rank, text in texts.items() if text)
 
     @contextlib.contextmanager
     def _standing_in_line(self, what: str) -> Iterator[None]:
-        """Say in the store that we wait; a wait that fails leaves the word standing on purpose."""
-        key = f"waiting/{self.rank}"
-        self._quietly(lambda: self._store.set(key, what))
-        yield
-        self._quietly(lambda: self._store.delete_key(key))
+        """Say in the store that we wait; a wait that fails leaves the word standing on purpose.
+
+        Unless a peer's exception was the reason: then all ranks go on.
+        """
+        key = f"waiting/{self.global_rank}"
+        self._quietly(lambda: self._job_store.set(key, what))
+        try:
+            yield
+        except PeerFailedError:
+            self._quietly(lambda: self._job_store.delete_key(key))
+            raise
+        self._quietly(lambda: self._job_store.delete_key(key))
 
     def _lost_ranks(self, patience_s: float) -> list[int]:
         """Ranks of this host whose process is gone, waiting up to ``patience_s`` for one to go."""
@@ -181,15 +238,19 @@ class Peers:
         """The other ranks whose processes this one can see."""
         if self._known_neighbours is None:
             here = _host_identity()
-            texts = {rank: self._read(f"seat/{rank}") for rank in self._others()}
+            texts = {rank: self._read_of_job(f"seat/{rank}") for rank in self._others()}
             seats = {rank: Seat(*json.loads(text)) for rank, text in texts.items() if text}
             self._known_neighbours = {
                 rank: seat for rank, seat in seats.items() if here and seat.host == here
             }
         return self._known_neighbours
 
-    def _absent_ranks(self) -> list[int]:
-        return [rank for rank in self._others() if self._read(f"waiting/{rank}") is None]
+    def _cause_of_silence(self, kind: str, what: str) -> Cause:
+        """Who is not here while this rank waits for ``what``, or what all the others wait for instead."""
+        words = {rank: self._read_of_job(f"waiting/{rank}") for rank in self._others()}
+        absent = [rank for rank, theirs in words.items() if theirs is None]
+        elsewhere = "; ".join(f"rank {rank} for {theirs}" for rank, theirs in words.items() if theirs != what)
+        return Cause(kind, absent) if absent or not elsewhere else Cause("apart", [], elsewhere)
 
     def _cause_told_by_others(self) -> Cause | None:
         """The first explanation any rank gave: it was nearest to the cause."""
@@ -197,7 +258,7 @@ class Peers:
         if not text:
             return None
         kind, culprits = json.loads(text)
-        others = [rank for rank in culprits if rank != self.rank]
+        others = [rank for rank in culprits if rank != self.global_rank]
         return Cause(kind, others) if others else None
 
     def _tell_others(self, cause: Cause) -> None:
@@ -206,11 +267,17 @@ class Peers:
             self._quietly(lambda: self._store.compare_set("cause", "", text))
 
     def _others(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.rank]
+        return [rank for rank in self._ranks if rank != self.global_rank]
 
     def _read(self, key: str) -> str | None:
-        present = self._quietly(lambda: self._store.check([key]))
-        value = self._quietly(lambda: self._store.get(key)) if present else None
+        return self._read_from(self._store, key)
+
+    def _read_of_job(self, key: str) -> str | None:
+        return self._read_from(self._job_store, key)
+
+    def _read_from(self, store: dist.Store, key: str) -> str | None:
+        present = self._quietly(lambda: store.check([key]))
+        value = self._quietly(lambda: store.get(key)) if present else None
         return value.decode() if value is not None else None
 
     def _quietly(self, call: Callable[[], Any]) -> Any:
@@ -243,6 +310,13 @@ def _wait_slice(work: dist.Work) -> bool:
             raise
         return False
     return True
+
+
+def _store_of_job() -> dist.Store:
+    """What all ranks of the job share, in whatever groups they are."""
+    job = dist.group.WORLD
+    assert job is not None  # there is no group without it
+    return dist.PrefixStore("paceline/job", _get_process_group_store(job))
 
 
 def _host_identity() -> str:

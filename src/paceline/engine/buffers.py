@@ -3,19 +3,34 @@
 Note "buffers": they are broadcast at the first forward after a backward that synchronised,
 not before each of several forwards. Writing into a buffer that a living graph has saved
 would break its backward, so such a buffer is replaced and not written.
+
+Note "forms first": a message fits on all ranks only where their buffers have the same names and forms.
+So every pass's tail carries a fingerprint of those (``report_forms``), and what it said then, on all ranks
+alike, is what the next broadcast sends and expects. Where fingerprints differ, and before the first
+broadcast, the ranks exchange the forms themselves. What has changed its form since the tail is left out
+by the rank that holds it, which says so in the message's first bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.coalesced import broadcast_values
+from paceline.comm.coalesced import broadcast_values, gather_objects, is_overlapping, same_bits
+from paceline.comm.waiting import Peers
+from paceline.engine.buffer_forms import (
+    BufferForm,
+    BufferTable,
+    assemble,
+    fingerprint_of,
+    names_of_own_caches,
+    parts_of,
+)
 
 
 @dataclass(frozen=True)
@@ -32,17 +47,22 @@ class BufferSync:
 
     Args:
         module: the wrapped module.
-        group: the ranks that hold copies of it.
+        peers: the ranks that hold copies of it.
         ignored: dotted names of buffers that are left alone.
+        device: of messages that are about no buffer.
         enabled: whether forwards broadcast at all.
     """
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, ignored: Collection[str], enabled: bool
+        self, module: nn.Module, peers: Peers, ignored: Collection[str], device: torch.device, enabled: bool
     ) -> None:
         self._module = module
-        self._group = group
-        self._ignored = ignored
+        self._peers = peers
+        self._device = device
+        self._table = BufferTable(module, ignored)
+        self._agreed: dict[str, BufferForm] | None = None  # the same on all ranks; None: to be exchanged
+        self._reported: dict[str, BufferForm] = {}
+        self._own_caches: frozenset[str] = frozenset()  # differ between ranks by design
         self._passes_seen = -1
         self._hook: BufferHook | None = None
         self._futures: list[torch.futures.Future[Any]] = []
@@ -50,7 +70,10 @@ class BufferSync:
 
     def named(self) -> dict[str, Tensor]:
         """The buffers that are kept equal, by dotted name."""
-        return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+        named = self._table.named()
+        return {name: buffer for name, buffer in named.items() if name not in self._own_caches}
+
+    # -- when -------------------------------------------------------------------------------
 
     def is_due(self, passes_finished: int) -> bool:
         """Whether a forward now would be the first one since a synchronising pass finished.
@@ -66,30 +89,117 @@ class BufferSync:
 
     def take_turn(self, passes_finished: int) -> bool:
         """Whether this forward broadcasts; if so, the next one does not."""
-        due = self.is_due(passes_finished) and bool(self.named())
+        has_any = bool(self.named()) if self._hook is not None else self._agreed != {}
+        due = self.is_due(passes_finished) and has_any
         self._passes_seen = passes_finished
         return due
 
+    # -- forms ------------------------------------------------------------------------------
+
+    def report_forms(self) -> int:
+        """What this rank says of its buffers in the tail of a pass: a number below 2**20."""
+        if not self.enabled or self._hook is not None:
+            return 0
+        self._reported = self._forms()
+        return fingerprint_of(self._reported)
+
+    def hear_forms(self, alike: bool) -> None:
+        """What the tail said, on all ranks alike: whether all reported the same."""
+        self._agreed = self._reported if alike else None
+
+    def _forms(self) -> dict[str, BufferForm]:
+        return {name: form for name, form in self._table.forms().items() if name not in self._own_caches}
+
+    def _agree(self, what: Callable[[], str]) -> dict[str, BufferForm]:
+        """The buffers that all ranks hold in one form."""
+        if self._agreed is None:
+            everyone = gather_objects(
+                self._forms(), self._peers, lambda: f"{what()}, comparison of their forms"
+            )
+            self._own_caches |= names_of_own_caches(everyone, self._peers.in_job(range(len(everyone))))
+            self._agreed = self._forms()
+        return self._agreed
+
+    # -- values -----------------------------------------------------------------------------
+
     def broadcast(self, source: int) -> None:
-        """Make every rank's buffers equal to those of rank ``source`` of the group."""
-        for buffer, value in broadcast_values(self.named().values(), self._group, source):
-            if not torch.equal(buffer, value):
-                self._write(buffer, value)
+        """Make every rank's buffers equal to those of rank ``source`` of the group.
+
+        Raises:
+            ReplicaMismatchError: a persistent buffer has another name or form on some rank.
+            CommunicationError: a rank did not come, or is gone; it is named.
+        """
+        agreed = self._agree(self._words)
+        if not agreed:
+            return
+        buffers, now = self._table.named(), self._table.forms()
+        held = {name: buffers[name] for name, form in agreed.items() if now.get(name) == form}
+        parts = {
+            name: parts_of(held[name]) if name in held else form.empty_parts()
+            for name, form in agreed.items()
+        }
+        is_sent = torch.tensor([name in held for name in agreed], device=self._device)
+        tensors = [is_sent, *itertools.chain.from_iterable(parts.values())]
+        message = broadcast_values(tensors, self._peers, self._words, source)
+        first = next(message, None)  # None on the source, which by then has sent everything
+        if first is not None:
+            sent = [name for name, flag in zip(agreed, first[1].tolist(), strict=True) if flag]
+            wanted = {name: parts[name] for name in sent if name in held}
+            self._receive(message, wanted, held)
+
+    def _receive(
+        self,
+        message: Iterable[tuple[Tensor, Tensor]],
+        wanted: Mapping[str, list[Tensor]],
+        held: Mapping[str, Tensor],
+    ) -> None:
+        """Take over what differs.
+
+        Args:
+            message: parts of buffers, and the source's values for them.
+            wanted: the parts of each buffer to take over, by its name.
+            held: the buffers by name.
+        """
+        owners = {id(part): name for name, parts in wanted.items() for part in parts}
+        differing: dict[str, dict[int, Tensor]] = {}
+        for part, value in message:
+            if id(part) not in owners or same_bits(part, value):
+                continue
+            name = owners[id(part)]
+            if held[name] is part:
+                self._write(part, value)
+            else:
+                differing.setdefault(name, {})[id(part)] = value.clone()
+        for name, new in differing.items():
+            whole = [new.get(id(part), part) for part in wanted[name]]
+            self._replace(held[name], assemble(held[name], whole))
 
     @torch.no_grad()
     def _write(self, buffer: Tensor, value: Tensor) -> None:
         """Give a buffer a new value.
 
         In place, unless something besides Python refers to the tensor: then a living graph may have
-        saved it, and the module gets a new tensor instead.
+        saved it, and the module gets a new tensor instead; as it does for one whose elements overlap.
         """
-        if buffer._use_count() == 1:  # type: ignore[attr-defined]
+        if buffer._use_count() == 1 and not is_overlapping(buffer):  # type: ignore[attr-defined]
             buffer.copy_(value)
-            return
+        else:
+            self._replace(buffer, value.clone())
+
+    def _replace(self, buffer: Tensor, new: Tensor) -> None:
         for layer in self._module.modules():
             for name, held in layer._buffers.items():
                 if held is buffer:
-                    layer._buffers[name] = value.clone()
+                    layer._buffers[name] = new
+
+    def _words(self) -> str:
+        names = list(self.named())
+        shown = ", ".join(names if len(names) <= 3 else [*names[:2], "..."])
+        if self._passes_seen < 0:
+            return f"construction of the wrapper, broadcast of buffers ({shown})"
+        return f"forward before backward pass {self._passes_seen + 1}, broadcast of buffers ({shown})"
+
+    # -- the user's own way -----------------------------------------------------------------
 
     def set_hook(
         self, state: Any, function: Callable[[Any, dict[str, Tensor]], Any], after_forward: bool

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.coalesced import gather_objects
+from paceline.comm.waiting import Peers
 from paceline.engine.callbacks import owners_of_hooks
 from paceline.errors import ArgumentError, ReplicaMismatchError
 
@@ -169,16 +170,25 @@ def check_interval(steps: int) -> int:
     return steps
 
 
-def verify_same_parameters(module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup) -> None:
-    """Raise on every rank, naming the first difference, unless all ranks hold the same parameters."""
+def verify_same_parameters(module: nn.Module, ignored: Collection[str], peers: Peers, when: str) -> None:
+    """Raise on every rank, naming the first difference, unless all ranks hold the same parameters.
+
+    Args:
+        module: the wrapped module.
+        ignored: dotted names that may differ.
+        peers: the ranks that hold a replica.
+        when: says in the error of an exchange that fails at which point it was.
+    """
     mine = [
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in module.named_parameters()
         if name not in ignored
     ]
-    for rank, theirs in enumerate(gather_objects(mine, group)):
+    everyone = gather_objects(mine, peers, lambda: f"{when}, comparison of parameters' names and shapes")
+    for rank, theirs in enumerate(everyone):
         if theirs != mine:
-            raise ReplicaMismatchError(_first_difference(dist.get_rank(group), mine, rank, theirs))
+            (other,) = peers.in_job([rank])
+            raise ReplicaMismatchError(_first_difference(peers.global_rank, mine, other, theirs))
 
 
 def _first_difference(my_rank: int, mine: list[Any], rank: int, theirs: list[Any]) -> str:

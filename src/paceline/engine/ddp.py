@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchClass
-from torch.utils import _pytree as pytree
 
-from paceline.comm.coalesced import broadcast_differing, broadcast_tensors
+from paceline.comm.coalesced import broadcast_tensors
 from paceline.comm.private_group import private_group
+from paceline.comm.waiting import Peers
 from paceline.engine.buffers import BufferSync
 from paceline.engine.checks import (
     check_caps,
@@ -38,7 +38,7 @@ from paceline.engine.comm_hooks import CommHook, Hook, check_hook, name_of_hook
 from paceline.engine.join import WrapperJoinHook, agree_to_synchronise, synchronise_buffers
 from paceline.engine.optimizer_in_backward import step_and_clear, take_over
 from paceline.engine.options import ReducerOptions
-from paceline.engine.outputs import tensors_in
+from paceline.engine.outputs import tensors_in, to_device
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps
 from paceline.engine.precision import LowPrecision, PrecisionConfig, average_in
@@ -46,7 +46,10 @@ from paceline.engine.reducer import Reducer
 from paceline.engine.state_keys import uncompiled, use_plain_keys, without_compiler_prefix
 from paceline.engine.tensor_parallel import is_part_of_a_larger, refuse_dtensors, train_own_shards
 from paceline.engine.torch_names import TorchNames
-from paceline.engine.verify import verify_replicas
+from paceline.engine.verify import compare_replicas
+
+# What a pickled wrapper leaves behind: the ranks, and what is built for them.
+_NOT_COPIED = ("process_group", "device_mesh", "peers", "reducer", "_trained", "buffer_sync", "low_precision")
 
 
 @TorchClass.register  # so isinstance() is true of it: Accelerate and torch's own libraries ask
@@ -155,6 +158,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if wanted is None else wanted
         use_plain_keys(self)
+        self._meet_ranks()
         if init_sync:
             self._make_replicas_equal()
         self.mixed_precision = mixed_precision
@@ -184,7 +188,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         hook_after = trains and self._before_forward()
         if self.device_ids:
             device = torch.device(self.device.type, self.device_ids[0])
-            inputs, kwargs = _to_device(inputs, device), _to_device(kwargs, device)
+            inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
         try:
             output = self._run_module(inputs, kwargs)
         except Exception as error:
@@ -289,38 +293,28 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         Raises:
             ReplicaMismatchError: on every rank, naming the first tensor that differs, where and by how much.
         """
-        verify_replicas(self._uncompiled_module, self.process_group, ignored=self.parameters_to_ignore)
+        compare_replicas(uncompiled(self.module), self.peers, self.parameters_to_ignore, include_buffers=True)
 
     # -- state ------------------------------------------------------------------------------
 
-    def module_states(self, include_buffers: bool = True) -> list[Tensor]:
-        """Parameters, and buffers if asked for, that are equal on all ranks."""
-        module, ignored = self._uncompiled_module, self.parameters_to_ignore
-        states = [p.detach() for name, p in module.named_parameters() if name not in ignored]
-        if include_buffers:
-            states += [b.detach() for name, b in module.named_buffers() if name not in ignored]
-        return states
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """The parameters that are equal on all ranks, frozen ones among them."""
+        named = uncompiled(self.module).named_parameters()
+        return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the process group and the reducer; the copy is built on the default group."""
         require_default_group(self.process_group)
         state = self.__dict__.copy()
-        for name in ("process_group", "device_mesh", "reducer", "_trained", "buffer_sync", "low_precision"):
+        for name in _NOT_COPIED:
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group, self.device_mesh = choose_group(None, None), None
+        self._meet_ranks()
         self._build_reducer(self.process_group)  # a copy may be made on one rank alone
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Go on with other ranks; a rank outside the new group keeps the old one."""
-        if dist.get_rank(new_process_group) < 0:
-            return
-        self.process_group = new_process_group
-        self.reducer.detach()
-        self._build_reducer(self._private_group())
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -331,8 +325,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._take_over_optimizers()
         newcomers = self.reducer.prepare_for_forward(self.training)
         if newcomers:
-            self._verify_same_parameters()
-            broadcast_differing([p.detach() for p in newcomers], self.process_group)
+            when = f"forward before backward pass {self.reducer.passes_finished + 1}"
+            self._verify_same_parameters(when)
+            broadcast_tensors(newcomers, self.peers, lambda: f"{when}, broadcast of new parameters")
         self._verify_if_due()
         if joining:
             synchronise_buffers(self, has_data=True)
@@ -344,9 +339,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         every, passes = self.verify_replicas_every, self.reducer.passes_finished
         if every and passes and passes % every == 0 and passes != self._verified_at:
             self._verified_at = passes
-            ignored = self.parameters_to_ignore
-            module = self._uncompiled_module
-            verify_replicas(module, self.process_group, ignored=ignored, include_buffers=False)
+            when = f"forward before backward pass {passes + 1}, "
+            compare_replicas(uncompiled(self.module), self.peers, self.parameters_to_ignore, False, when)
 
     def _run_module(self, inputs: Any, kwargs: Any) -> Any:
         if self.low_precision is None:
@@ -365,12 +359,19 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """Once, at the first forward: step optimizers that were to run in backward after averaging."""
         self._optimizers_taken_over = True
         owned = take_over(slot.parameter for slot in self.reducer.layout.slots)
-        if owned:
-            self.reducer.at_pass_end.append(functools.partial(step_and_clear, owned))
+        self.reducer.at_pass_end.append(functools.partial(step_and_clear, owned))
+
+    def _meet_ranks(self) -> None:
+        self.peers = Peers(self.process_group)
+        self._follow_buffers()
+
+    def _follow_buffers(self) -> None:
+        module, ignored = uncompiled(self.module), self.parameters_to_ignore
+        self.buffer_sync = BufferSync(module, self.peers, ignored, self.device, self.forward_sync_buffers)
 
     def _prepare_module(self, device_ids: Any = None, output_device: Any = None) -> None:
         """Read what ``module`` says of itself, and raise if it cannot be wrapped."""
-        module = self._uncompiled_module
+        module = uncompiled(self.module)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = set(map(without_compiler_prefix, ignored))
         self.device = only_device_type(module)
@@ -382,18 +383,20 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _wrap_instead(self, module: nn.Module) -> None:
         """Go on with another module, hooks and ``no_sync`` as they are; with the one before if it raises."""
-        compiled_or_not = uncompiled(module) is self._uncompiled_module
+        compiled_or_not = uncompiled(module) is uncompiled(self.module)
         before = self.__dict__ | {"_modules": dict(self._modules)}
         super().__setattr__("module", module)
         if compiled_or_not:
             return  # the same parameters under the same names: what was learned of them holds
+        older, older_buffers = self.reducer, self.buffer_sync
         try:
             self._prepare_module(self.device_ids, self.output_device)
+            self._follow_buffers()
             self._make_replicas_equal()
         except BaseException:
             self.__dict__.update(before)
             raise
-        older, older_buffers, self._verified_at = self.reducer, self.buffer_sync, 0
+        self._verified_at = 0
         older.detach()
         self._build_reducer(older.group)
         self.buffer_sync.take_hook_of(older_buffers)
@@ -401,26 +404,20 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.mixed_precision is None:
             self.reducer.hook = older.hook
 
-    @property
-    def _uncompiled_module(self) -> nn.Module:
-        return uncompiled(self.module)
-
     def _make_replicas_equal(self) -> None:
-        self._verify_same_parameters()
-        broadcast_tensors(self.module_states(), self.process_group)
+        self._verify_same_parameters("construction of the wrapper")
+        what = "construction of the wrapper, broadcast of parameters"
+        broadcast_tensors(self.replicated_parameters(), self.peers, lambda: what)
+        self.buffer_sync.broadcast(source=0)
 
-    def _verify_same_parameters(self) -> None:
-        verify_same_parameters(self._uncompiled_module, self.parameters_to_ignore, self.process_group)
+    def _verify_same_parameters(self, when: str) -> None:
+        verify_same_parameters(uncompiled(self.module), self.parameters_to_ignore, self.peers, when)
 
     def _private_group(self) -> dist.ProcessGroup:
         return private_group(self.process_group, self.device, "gradients", owner=self)
 
     def _build_reducer(self, group: dist.ProcessGroup) -> None:
-        module = self._uncompiled_module
-        self.buffer_sync = BufferSync(
-            module, self.process_group, self.parameters_to_ignore, self.forward_sync_buffers
-        )
-        self._trained = TrainedParameters(module, self.parameters_to_ignore)
+        self._trained = TrainedParameters(uncompiled(self.module), self.parameters_to_ignore)
         self.reducer = Reducer(
             self._trained,
             group,
@@ -434,6 +431,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 delayed=self.delayed_parameters,
             ),
         )
+        self.reducer.report_buffers = self.buffer_sync.report_forms
+        self.reducer.hear_buffers = self.buffer_sync.hear_forms
         self.reducer.at_pass_end.append(self.buffer_sync.wait_for_hook)
         self._optimizers_taken_over = False
         self.low_precision: LowPrecision | None = None
@@ -441,12 +440,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._use_low_precision(self.mixed_precision)
 
     def _use_low_precision(self, config: PrecisionConfig) -> None:
-        self.low_precision = LowPrecision(self._uncompiled_module, self.parameters_to_ignore, config)
+        self.low_precision = LowPrecision(uncompiled(self.module), self.parameters_to_ignore, config)
         self.reducer.at_backward_end.append(self.low_precision.restore)
         dtype = config.reduce_dtype or config.param_dtype
         if dtype is not None:
-            self._set_hook((dtype, self.process_group), average_in, average_in.__qualname__)
-
-
-def _to_device(values: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
+            self._set_hook((dtype, self.reducer.group), average_in, average_in.__qualname__)

@@ -9,10 +9,12 @@ and reduce every bucket with zeros.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from paceline.comm.coalesced import broadcast_tensors
@@ -50,9 +52,10 @@ class WrapperJoinHook(JoinHook):
         """All ranks have run out: take the model of a rank that trained to the end."""
         wrapper = self._wrapper
         source = common_rank(wrapper, is_last_joiner)
-        broadcast_tensors(
-            wrapper.module_states(include_buffers=wrapper.buffer_sync.enabled), wrapper.process_group, source
-        )
+        what = "broadcast of parameters at the end of join"
+        broadcast_tensors(wrapper.replicated_parameters(), wrapper.peers, lambda: what, source)
+        if wrapper.buffer_sync.enabled:
+            wrapper.buffer_sync.broadcast(source)
         wrapper._authoritative_rank = source
         if self._shadowed:
             wrapper.reducer.drop_gradients()  # they belong to steps of others
@@ -69,13 +72,19 @@ def synchronise_buffers(wrapper: DistributedDataParallel, has_data: bool) -> Non
 def agree_to_synchronise(wrapper: DistributedDataParallel, has_data: bool) -> bool:
     """Whether the backward of this iteration synchronises on the ranks that have data."""
     answer = torch.tensor([float(has_data and wrapper.require_backward_grad_sync)], device=wrapper.device)
-    dist.all_reduce(answer, group=wrapper.process_group)
+    _reduce(wrapper, answer, dist.ReduceOp.SUM, "whether this iteration of join synchronises")
     return bool(answer.item())
 
 
 def common_rank(wrapper: DistributedDataParallel, eligible: bool) -> int:
     """The highest rank of those that say they are eligible; the same on every rank."""
-    rank = dist.get_rank(wrapper.process_group)
-    candidate = torch.tensor([rank if eligible else -1], device=wrapper.device)
-    dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    candidate = torch.tensor([wrapper.peers.rank if eligible else -1], device=wrapper.device)
+    _reduce(wrapper, candidate, dist.ReduceOp.MAX, "which rank others follow in join")
     return int(candidate.item())
+
+
+def _reduce(wrapper: DistributedDataParallel, value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
+    """All-reduce ``value`` in place, over the wrapper's ranks."""
+    number = wrapper.reducer.passes_finished + 1
+    begin = partial(dist.all_reduce, value, op=op, group=wrapper.process_group, async_op=True)
+    wrapper.peers.run(begin, value.device, lambda: f"forward before backward pass {number}, {what}")

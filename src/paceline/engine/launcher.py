@@ -8,7 +8,7 @@ pass rank 0's order of arrival replaces it on all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.comm.waiting import Peers
 from paceline.engine.backward_pass import BackwardPass, Flight
-from paceline.engine.bucket import Bucket, GradBucket
+from paceline.engine.bucket import Bucket, GradBucket, Slot
 from paceline.engine.comm_hooks import Averaging, CommHook
 from paceline.engine.layout import BucketLayout
 from paceline.engine.statistics import RunStatistics
@@ -86,6 +86,13 @@ class BucketLauncher:
         if self.hook is not None or not self._layout.tail_travels_in_last_bucket:
             what = functools.partial(name_tail, current.number)
             current.flights.append(self._average(self._layout.tail, what))
+
+    def slots_without_gradient(self) -> Iterator[Slot]:
+        """Slots whose parameters have no gradient on this rank, as far as is known now."""
+        for bucket in self._layout.buckets:
+            for slot in bucket.missing if bucket.launched else bucket.slots:
+                if slot.parameter.grad is None:
+                    yield slot
 
     def launch_used(self, current: BackwardPass, verdict: PassVerdict) -> None:
         """Under ``skip_unused``, now that the tail is known: launch the buckets that some rank needs."""

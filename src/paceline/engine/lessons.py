@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from paceline.comm.coalesced import broadcast_tensors
+from paceline.comm.waiting import Peers
 from paceline.engine.plan import registration_order
 
 
@@ -36,18 +36,21 @@ class Lessons:
 
 
 def agree_on_order(
-    arrivals: list[int], count: int, group: dist.ProcessGroup, device: torch.device
+    arrivals: list[int], count: int, peers: Peers, number: int, device: torch.device
 ) -> list[int]:
     """Rank 0's order of arrival, on every rank; what did not arrive comes last.
 
     Args:
         arrivals: parameters in the order in which their gradients came on this rank.
         count: number of parameters.
-        group: the ranks.
+        peers: the ranks.
+        number: of the pass, for errors.
         device: of the tensor that travels.
     """
     arrived = set(arrivals)
     missing = [index for index in registration_order(count) if index not in arrived]
     order = torch.tensor(arrivals + missing, device=device)
-    broadcast_tensors([order], group)
+    broadcast_tensors(
+        [order], peers, lambda: f"backward pass {number}, broadcast of rank 0's order of arrival"
+    )
     return [int(index) for index in order.tolist()]

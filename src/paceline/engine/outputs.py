@@ -1,4 +1,4 @@
-"""The tensors in what a forward returns."""
+"""The tensors in what a forward takes and returns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import dataclasses
 import itertools
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """The same nested containers with every tensor on ``device``."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
 
 
 def tensors_in(output: Any) -> list[Tensor]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,9 @@ from paceline.engine.options import ReducerOptions
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.statistics import RunStatistics
 from paceline.engine.statistics_exchange import StatisticsExchange
+from paceline.engine.torch_names import TorchReducerNames
 from paceline.engine.usage import PassVerdict, RankReport, Standing
 from paceline.engine.words import (
-    UnusedParameter,
     words_for_changed_graph,
     words_for_failed_peer,
     words_for_out_of_step,
@@ -58,7 +58,7 @@ from paceline.engine.words import (
 from paceline.errors import GraphChangedError, PeerFailedError, RanksOutOfStepError, UnusedParametersError
 
 
-class Reducer:
+class Reducer(TorchReducerNames):
     """Averages the gradients of a module's parameters over the ranks of a group.
 
     Args:
@@ -75,6 +75,8 @@ class Reducer:
         self.passes_finished = 0
         self.at_backward_end: list[Callable[[], None]] = []  # before anything is reduced
         self.at_pass_end: list[Callable[[], None]] = []  # when the averages are there
+        self.report_buffers: Callable[[], int] = lambda: 0  # a fingerprint of their names and forms
+        self.hear_buffers: Callable[[bool], None] = lambda alike: None  # whether all ranks reported the same
         self.statistics = RunStatistics()
         self.options = options
         _retire_older(parameters)
@@ -123,6 +125,7 @@ class Reducer:
             return []
         if torch._C._current_graph_task_id() != -1:
             return []  # recomputed inside a backward (checkpointing): the pass goes on
+        self._peers.withdraw_exception()
         if self._pass is not None:
             self._abandon(self._pass)
         if training and self.synchronise:
@@ -142,8 +145,12 @@ class Reducer:
                 tensor.register_hook(hook)
 
     def tell_exception(self, error: BaseException) -> None:
-        """A forward raised here: if this rank is gone soon, the others can say why."""
-        self._peers.tell_exception(error)
+        """A forward raised here: if this rank is gone soon, the others can say why.
+
+        Not inside a backward: checkpointing stops its recomputation by an exception that it handles.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            self._peers.tell_exception(error)
 
     def shadow_pass(self) -> None:
         """Take part in the others' pass without data: zeros for every parameter, averages as they get.
@@ -202,13 +209,6 @@ class Reducer:
         if self._pass is not None:
             raise RuntimeError(f"backward pass {self._pass.number} of this wrapper has not ended")
 
-    def _get_local_used_map(self) -> Tensor:
-        device = self.layout.tail.device
-        return torch.tensor(self.users_of_parameters(), dtype=torch.int32, device=device)
-
-    def _ddp_graph_static(self) -> bool:
-        return self.graph_is_static
-
     def users_of_parameters(self) -> list[int]:
         """Number of ranks that reached each parameter in the last synchronising pass."""
         return self._lessons.users or [self._peers.world_size] * len(self.layout.slots)
@@ -228,7 +228,9 @@ class Reducer:
         if unused is None:
             return
         allowed = self.options.find_unused_parameters or self.options.static_graph
-        words = "" if allowed or not unused else self._words_for_unused(self.passes_finished, unused)
+        words = ""
+        if unused and not allowed:
+            words = words_for_unused(self._peers, self.passes_finished, unused, self.layout.slots)
         self._reached = 0
         for slot in self.layout.slots:
             slot.reached = False
@@ -329,6 +331,7 @@ class Reducer:
 
     def _conclude(self, current: BackwardPass, verdict: PassVerdict) -> None:
         self.passes_finished += 1
+        self.hear_buffers(verdict.buffers_alike())
         self._check_verdict(current, verdict)
         self._launcher.launch_used(current, verdict)
         self._launcher.reduce_late(current, verdict.late_buckets)
@@ -342,8 +345,8 @@ class Reducer:
         self._compare_graph(current)
 
     def _check_verdict(self, current: BackwardPass, verdict: PassVerdict) -> None:
-        rank = self._peers.rank
-        failed = verdict.failed_ranks()
+        rank = self._peers.global_rank
+        failed = self._peers.in_job(verdict.failed_ranks())
         if failed:
             StatisticsExchange.abandon()
             raise self.statistics.note(PeerFailedError(words_for_failed_peer(rank, current.number, failed)))
@@ -359,8 +362,8 @@ class Reducer:
         lessons.unused = verdict.unused_somewhere(self._peers.world_size)
         lessons.users = verdict.users
         if lessons.order is None:
-            device = self.layout.tail.device
-            lessons.order = agree_on_order(current.arrivals, len(self.layout.slots), self._group, device)
+            device, count = self.layout.tail.device, len(self.layout.slots)
+            lessons.order = agree_on_order(current.arrivals, count, self._peers, current.number, device)
             lessons.replan_due = True
         unseen = lessons.unused.keys() - lessons.trailing
         if unseen and self.options.find_unused_parameters:
@@ -382,7 +385,7 @@ class Reducer:
             changed = [s for s, count in zip(self.layout.slots, before, strict=True) if s.firings != count]
             unreached = [(slot.index, slot.name) for slot in changed if not slot.firings]
             names = [slot.name for slot in changed]
-            words = words_for_changed_graph(self._peers.rank, current.number, unreached, names)
+            words = words_for_changed_graph(self._peers.global_rank, current.number, unreached, names)
             raise self.statistics.note(GraphChangedError(words))
 
     def _reset(self) -> None:
@@ -412,6 +415,7 @@ class Reducer:
         """Wait for what ``_abandon`` launched; its result is worth nothing."""
         self._abandoned = None
         self.passes_finished += 1
+        self.hear_buffers(False)
         self._launcher.land(abandoned)
 
     # -- words ------------------------------------------------------------------------------
@@ -426,21 +430,11 @@ class Reducer:
             plan_fingerprint=self.layout.plan.fingerprint,
             forwards=self._forwards,
             standing=current.standing,
-            without_gradient=[slot.index for slot in self._slots_without_gradient()],
+            buffer_forms=self.report_buffers(),
+            without_gradient=[slot.index for slot in self._launcher.slots_without_gradient()],
             unreached=unreached,
             late_buckets=sorted(current.late),
         )
-
-    def _slots_without_gradient(self) -> Iterator[Slot]:
-        for bucket in self.layout.buckets:
-            for slot in bucket.missing if bucket.launched else bucket.slots:
-                if slot.parameter.grad is None:
-                    yield slot
-
-    def _words_for_unused(self, number: int, unused: dict[int, int]) -> str:
-        slots = self.layout.slots
-        listed = [UnusedParameter(i, slots[i].name, users, slots[i].reached) for i, users in unused.items()]
-        return words_for_unused(self._peers.rank, self._peers.world_size, number, listed)
 
 
 def _retire_older(parameters: TrainedParameters) -> None:

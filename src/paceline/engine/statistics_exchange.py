@@ -16,6 +16,7 @@ a new group on all ranks.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -72,14 +73,8 @@ class StatisticsExchange:
         Raises:
             CommunicationError: another rank did not come, or is gone.
         """
-        try:
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._peers.explain(error, what) from error
-        if tensor.device.type == "cpu":
-            self._peers.wait(work, lambda: what)
-        else:
-            work.wait()
+        begin = partial(dist.all_reduce, tensor, group=self._group, async_op=True)
+        self._peers.run(begin, tensor.device, lambda: what)
         return tensor
 
 
@@ -88,13 +83,13 @@ class _ExchangePeers(Peers):
 
     def tell_abandoned(self) -> None:
         """Have the ranks that wait in this exchange raise; the first rank that tells is named."""
-        self._quietly(lambda: self._store.compare_set("abandoned", "", str(self.rank)))
+        self._quietly(lambda: self._store.compare_set("abandoned", "", str(self.global_rank)))
 
     def _look_around(self, what: str) -> None:
         culprit = self._read("abandoned")
         if culprit is not None:
             raise PeerFailedError(
-                f"rank {self.rank}: {what} failed, because backward raised an exception on rank {culprit}; "
-                "it stands in that rank's output. This pass has no gradients on any rank."
+                f"rank {self.global_rank}: {what} failed, because backward raised an exception on "
+                f"rank {culprit}; it stands in that rank's output. This pass has no gradients on any rank."
             )
         super()._look_around(what)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchClass
 
 from paceline.comm.coalesced import CHUNK_BYTES, broadcast_tensors
+from paceline.comm.waiting import Peers
 from paceline.engine.buffers import BufferSync
 from paceline.engine.comm_hooks import BUILT_IN_HOOKS, Hook
 from paceline.engine.logging_data import logging_data
-from paceline.engine.reducer import Reducer
 from paceline.engine.statistics import RunStatistics
+
+if TYPE_CHECKING:
+    from paceline.engine.layout import BucketLayout
+    from paceline.engine.reducer import Reducer
 
 
 class TorchNames:
@@ -30,11 +34,15 @@ class TorchNames:
     reducer: Reducer
     buffer_sync: BufferSync
     process_group: dist.ProcessGroup
+    peers: Peers
     forward_sync_buffers: bool
     find_unused_parameters: bool
     static_graph: bool
     bucket_cap_mb_list: list[float]
     _set_hook: Callable[[object, Hook, str], None]
+    _meet_ranks: Callable[[], None]
+    _private_group: Callable[[], dist.ProcessGroup]
+    _build_reducer: Callable[[dist.ProcessGroup], None]
     _authoritative_rank: int  # the rank whose model all took at the end of the last join
     broadcast_bucket_size: ClassVar[int] = CHUNK_BYTES
     _active_ddp_module: ClassVar[Any] = None
@@ -83,7 +91,8 @@ class TorchNames:
         self, bufs: list[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         buffers = self.modules_buffers if bufs is None else bufs
-        broadcast_tensors(buffers, self.process_group, authoritative_rank, bucket_size or CHUNK_BYTES)
+        what = "broadcast of buffers by _default_broadcast_coalesced"
+        broadcast_tensors(buffers, self.peers, lambda: what, authoritative_rank, bucket_size or CHUNK_BYTES)
 
     # -- buckets and hooks ------------------------------------------------------------------
 
@@ -138,6 +147,15 @@ class TorchNames:
 
     def _check_reducer_finalized(self) -> None:
         self.reducer.check_finished()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Go on with other ranks; a rank outside the new group keeps the old one."""
+        if dist.get_rank(new_process_group) < 0:
+            return
+        self.process_group = new_process_group
+        self.reducer.detach()
+        self._meet_ranks()
+        self._build_reducer(self._private_group())
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Outputs are never cloned here, so there is nothing to switch."""
@@ -224,3 +242,17 @@ class TorchNames:
         finally:
             for home, previous in zip(homes, before, strict=True):
                 home._active_ddp_module = previous
+
+
+class TorchReducerNames:
+    """Mixed into Reducer; everything it reads is set there."""
+
+    layout: BucketLayout
+    users_of_parameters: Callable[[], list[int]]
+
+    def _get_local_used_map(self) -> Tensor:
+        device = self.layout.tail.device
+        return torch.tensor(self.users_of_parameters(), dtype=torch.int32, device=device)
+
+    def _ddp_graph_static(self) -> bool:
+        return self.graph_is_static  # type: ignore[attr-defined,no-any-return]

@@ -8,9 +8,10 @@ for W ranks, P parameters and B buckets:
     [W, 2W)              fingerprint of each rank's bucket plan
     [2W, 3W)             number of each rank's training forwards outside no_sync, modulo 2**20
     [3W, 4W)             each rank's standing: it took part, its backward raised, or it has run out of data
-    [4W, 4W+P)           1 where this rank holds a gradient of the parameter
-    [4W+P, 4W+2P)        1 where a backward of this rank reached the parameter since the last check
-    [4W+2P, 4W+2P+B)     1 where gradient came after the bucket had been launched
+    [4W, 5W)             fingerprint of the names and forms of each rank's buffers
+    [5W, 5W+P)           1 where this rank holds a gradient of the parameter
+    [5W+P, 5W+2P)        1 where a backward of this rank reached the parameter since the last check
+    [5W+2P, 5W+2P+B)     1 where gradient came after the bucket had been launched
 
 An average over W ranks times W is the sum, exact after rounding because every entry is
 a whole number far below the mantissa's range.
@@ -62,16 +63,17 @@ class TailLayout:
     @property
     def numel(self) -> int:
         """Number of elements of the whole tail."""
-        return 4 * self.world_size + 2 * self.parameters + self.buckets
+        return 5 * self.world_size + 2 * self.parameters + self.buckets
 
     def write(self, tail: Tensor, report: RankReport) -> None:
         """Write what this rank has to say into ``tail``, a 1-d float tensor of ``numel`` elements."""
-        world, head = self.world_size, 4 * self.world_size
+        world, head = self.world_size, 5 * self.world_size
         tail[:head].zero_()
         tail[report.rank] = report.pass_number % FINGERPRINT_MODULUS
         tail[world + report.rank] = report.plan_fingerprint
         tail[2 * world + report.rank] = report.forwards % FINGERPRINT_MODULUS
         tail[3 * world + report.rank] = report.standing
+        tail[4 * world + report.rank] = report.buffer_forms
         tail[head : head + 2 * self.parameters].fill_(1)
         tail[head + 2 * self.parameters :].zero_()
         _mark(tail, head, report.without_gradient, 0)
@@ -80,7 +82,7 @@ class TailLayout:
 
     def read(self, tail: Tensor) -> PassVerdict:
         """Read the averaged tail; the same verdict comes out on every rank."""
-        world, count, head = self.world_size, self.parameters, 4 * self.world_size
+        world, count, head = self.world_size, self.parameters, 5 * self.world_size
         sums = (tail * world).round_()
         blocks = sums[:head].long().tolist()
         body = sums[head : head + 2 * count]
@@ -91,7 +93,8 @@ class TailLayout:
             pass_numbers=blocks[:world],
             plan_fingerprints=blocks[world : 2 * world],
             forwards=blocks[2 * world : 3 * world],
-            standings=[Standing(value) for value in blocks[3 * world :]],
+            standings=[Standing(value) for value in blocks[3 * world : 4 * world]],
+            buffer_forms=blocks[4 * world :],
             holders=None if everyone else counts[:count],
             users=None if everyone else counts[count:],
             late_buckets=late.nonzero().flatten().tolist(),
@@ -107,6 +110,7 @@ class RankReport:
     plan_fingerprint: int
     forwards: int
     standing: Standing
+    buffer_forms: int
     without_gradient: list[int]
     unreached: list[int]
     late_buckets: list[int]
@@ -121,6 +125,7 @@ class PassVerdict:
         plan_fingerprints: each rank's plan fingerprint.
         forwards: each rank's number of training forwards outside no_sync, modulo 2**20.
         standings: how each rank stands in the pass.
+        buffer_forms: fingerprint of the names and forms of each rank's buffers.
         holders: per parameter, how many ranks hold a gradient; None when all ranks hold all.
         users: per parameter, how many ranks reached it; None when all reached all.
         late_buckets: buckets to reduce once more.
@@ -130,6 +135,7 @@ class PassVerdict:
     plan_fingerprints: list[int]
     forwards: list[int]
     standings: list[Standing]
+    buffer_forms: list[int]
     holders: list[int] | None
     users: list[int] | None
     late_buckets: list[int]
@@ -144,6 +150,10 @@ class PassVerdict:
             )
             <= 1
         )
+
+    def buffers_alike(self) -> bool:
+        """Whether all ranks held buffers of the same names and forms when this very pass ended."""
+        return self.in_step() and not self.failed_ranks() and len(set(self.buffer_forms)) == 1
 
     def failed_ranks(self) -> list[int]:
         """Ranks whose backward raised."""

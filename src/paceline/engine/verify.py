@@ -10,12 +10,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.coalesced import broadcast_tensors, gather_objects
+from paceline.comm.coalesced import (
+    bits_of,
+    broadcast_tensors,
+    device_of_objects,
+    gather_objects,
+    gather_rows,
+)
+from paceline.comm.waiting import Peers
 from paceline.errors import ArgumentError, ReplicaMismatchError
 
 HASHED_AT_ONCE_BYTES = 64 * 1024 * 1024  # bounds the host copy of a tensor on an accelerator
@@ -76,16 +84,62 @@ def verify_replicas(
         ReplicaMismatchError: on every rank, naming the first tensor that differs, the ranks, and by how much.
         ArgumentError: the module holds sparse tensors.
     """
+    compare_replicas(module, Peers(process_group), ignored, include_buffers)
+
+
+def compare_replicas(
+    module: nn.Module, peers: Peers, ignored: Collection[str], include_buffers: bool, when: str = ""
+) -> None:
+    """``verify_replicas`` for whoever knows the ranks already.
+
+    Args:
+        module, ignored, include_buffers: as there.
+        peers: the ranks that hold a replica.
+        when: begins what errors of the exchange say, as in "forward 3, ".
+    """
     tensors = _named_tensors(module, ignored, include_buffers)
     mine = [_digest(name, tensor, is_buffer) for name, (tensor, is_buffer) in tensors.items()]
     whole = hashlib.sha1(repr(mine).encode(), usedforsecurity=False).digest()
-    if len(set(gather_objects(whole, process_group))) == 1:
+    exchange = _Exchange(peers, f"{when}comparison of the ranks' models")
+    if exchange.all_equal(whole):
         return
-    name = _find(mine, gather_objects(mine, process_group))
+    name = _find(exchange.gather(mine), peers)
     tensor, is_buffer = tensors[name]
     raise ReplicaMismatchError(
-        _words_for_difference(name, tensor, is_buffer, _measure(tensor, process_group))
+        _words_for_difference(name, tensor, is_buffer, _measure(tensor, exchange), peers)
     )
+
+
+class _Exchange:
+    """The collectives of one comparison, all waited for under one name.
+
+    Args:
+        peers: the ranks that take part.
+        what: names the comparison in errors.
+    """
+
+    def __init__(self, peers: Peers, what: str) -> None:
+        self._peers = peers
+        self._what = what
+
+    def all_equal(self, digest: bytes) -> bool:
+        """Whether all ranks give the same bytes; all give equally many."""
+        row = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        row = row.to(device_of_objects(self._peers))
+        return bool((gather_rows(row, self._peers, self._words) == row).all())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        return gather_objects(value, self._peers, self._words)
+
+    def of_rank_0(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values of a tensor."""
+        values = tensor.clone(memory_format=torch.contiguous_format)
+        broadcast_tensors([values], self._peers, self._words)
+        return values
+
+    def _words(self) -> str:
+        return self._what
 
 
 def _named_tensors(
@@ -103,19 +157,13 @@ def _digest(name: str, tensor: Tensor, is_buffer: bool) -> TensorDigest:
             f"verify_replicas compares dense tensors; {name} is {tensor.layout}, leave it out by `ignored`"
         )
     hasher = hashlib.sha1(usedforsecurity=False)
-    for piece in _bits(tensor).split(HASHED_AT_ONCE_BYTES):
+    for piece in bits_of(tensor).split(HASHED_AT_ONCE_BYTES):
         hasher.update(piece.cpu().numpy())
     form = f"shape {list(tensor.shape)}, {tensor.dtype}"
     return TensorDigest(name, is_buffer, form, hasher.digest())
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """The values' bytes in row-major order, 1-d uint8; a view where strides allow."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1).view(torch.uint8)
-
-
-def _find(mine: list[TensorDigest], everyone: list[list[TensorDigest]]) -> str:
+def _find(everyone: list[list[TensorDigest]], peers: Peers) -> str:
     """Name of the first tensor whose values differ between ranks.
 
     Raises:
@@ -124,31 +172,30 @@ def _find(mine: list[TensorDigest], everyone: list[list[TensorDigest]]) -> str:
     first = everyone[0]
     for index in range(max(map(len, everyone))):
         entries = [theirs[index] if index < len(theirs) else None for theirs in everyone]
-        _require_same_form(index, entries)
+        _require_same_form(index, entries, peers)
         if len(set(entries)) > 1:
             return first[index].name
     raise AssertionError("called only when the digests differ")
 
 
-def _require_same_form(index: int, entries: list[TensorDigest | None]) -> None:
+def _require_same_form(index: int, entries: list[TensorDigest | None], peers: Peers) -> None:
     forms = ["nothing" if entry is None else f"{entry.name} of {entry.form}" for entry in entries]
     others = [rank for rank, form in enumerate(forms) if form != forms[0]]
     if others:
         raise ReplicaMismatchError(
-            f"the ranks hold different models: tensor {index} is {forms[0]} on rank 0 and {forms[others[0]]} "
-            f"on {_ranks(others)}. Build the same module on every rank."
+            f"the ranks hold different models: tensor {index} is {forms[0]} on "
+            f"{_ranks([0], peers)} and {forms[others[0]]} on {_ranks(others, peers)}. Build the same module "
+            "on every rank."
         )
 
 
-def _measure(tensor: Tensor, group: dist.ProcessGroup) -> list[Distance]:
+def _measure(tensor: Tensor, exchange: _Exchange) -> list[Distance]:
     """Each rank's distance from rank 0, in rank order, on every rank."""
-    reference = tensor.clone(memory_format=torch.contiguous_format)
-    broadcast_tensors([reference], group)
-    return gather_objects(_distance(tensor, reference), group)
+    return exchange.gather(_distance(tensor, exchange.of_rank_0(tensor)))
 
 
 def _distance(tensor: Tensor, reference: Tensor) -> Distance:
-    different = (_bits(tensor) != _bits(reference)).view(tensor.numel(), -1).any(1)
+    different = (bits_of(tensor) != bits_of(reference)).view(tensor.numel(), -1).any(1)
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     mine, theirs = (t.reshape(-1)[different].to(wide) for t in (tensor, reference))
     gaps = (mine - theirs).abs()
@@ -158,10 +205,14 @@ def _distance(tensor: Tensor, reference: Tensor) -> Distance:
     return Distance(int(different.sum()), float(gaps.max()) if gaps.numel() else 0.0, int(with_nan.sum()))
 
 
-def _words_for_difference(name: str, tensor: Tensor, is_buffer: bool, distances: list[Distance]) -> str:
+def _words_for_difference(
+    name: str, tensor: Tensor, is_buffer: bool, distances: list[Distance], peers: Peers
+) -> str:
     others = [rank for rank, distance in enumerate(distances) if distance.elements]
-    amounts = "; ".join(f"rank {rank}: {_amount(distances[rank], tensor.numel())}" for rank in others)
-    text = f"{name} differs between rank 0 and {_ranks(others)}: "
+    amounts = "; ".join(
+        f"{_ranks([rank], peers)}: {_amount(distances[rank], tensor.numel())}" for rank in others
+    )
+    text = f"{name} differs between {_ranks([0], peers)} and {_ranks(others, peers)}: "
     text += amounts if len(others) > 1 else _amount(distances[others[0]], tensor.numel())
     if is_buffer:
         text += (
@@ -176,5 +227,5 @@ def _amount(distance: Distance, numel: int) -> str:
     return words + (f", {distance.with_nan} of them NaN on one of the two ranks" if distance.with_nan else "")
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _ranks(ranks: list[int], peers: Peers) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, peers.in_job(ranks)))}"

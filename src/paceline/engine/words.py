@@ -7,8 +7,9 @@ people and scripts search for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from paceline.comm.waiting import Peers
+from paceline.engine.bucket import Slot
 from paceline.engine.usage import PassVerdict
 
 
@@ -23,27 +24,18 @@ def name_tail(number: int) -> str:
     return f"backward pass {number}, all-reduce of the pass's tail"
 
 
-@dataclass(frozen=True)
-class UnusedParameter:
-    """A parameter that some rank's backward did not reach in a synchronising pass.
+def words_for_unused(peers: Peers, number: int, unused: dict[int, int], slots: Sequence[Slot]) -> str:
+    """The text of the error for parameters without gradient; begins with torch's key phrases.
 
-    Attributes:
-        index: its index among the trained parameters.
-        name: its dotted name.
-        users: number of ranks that did reach it.
-        reached_here: whether this rank did.
+    Args:
+        peers: the ranks.
+        number: of the backward pass.
+        unused: parameters that some rank's backward did not reach -> number of ranks whose did.
+        slots: all parameters.
     """
-
-    index: int
-    name: str
-    users: int
-    reached_here: bool
-
-
-def words_for_unused(rank: int, world_size: int, number: int, unused: list[UnusedParameter]) -> str:
-    """The text of the error for parameters without gradient; begins with torch's key phrases."""
-    here = [p for p in unused if not p.reached_here]
-    elsewhere = [p for p in unused if p.reached_here]
+    rank, world_size = peers.global_rank, peers.world_size
+    here = [slots[index] for index in unused if not slots[index].reached]
+    elsewhere = [(slots[index].name, users) for index, users in unused.items() if slots[index].reached]
     lines = [
         "Expected to have finished reduction in the prior iteration before starting a new one.",
         f"Rank {rank}: backward pass {number} left parameters without gradient. The gradients of that pass "
@@ -54,7 +46,7 @@ def words_for_unused(rank: int, world_size: int, number: int, unused: list[Unuse
         "all `forward` function outputs participate in calculating loss.",
     ]
     if elsewhere:
-        counted = ", ".join(f"{p.name} (reached on {p.users} of {world_size} ranks)" for p in elsewhere)
+        counted = ", ".join(f"{name} (reached on {users} of {world_size} ranks)" for name, users in elsewhere)
         lines.append(f"Parameters that this rank used and other ranks did not: {counted}.")
     if here:
         indices = " ".join(str(p.index) for p in here)
