@@ -51,6 +51,28 @@ def cpu_requested() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on")
 
 
+def requested_precision() -> str:
+    """What the launcher was told to compute the forward in: "bf16", "fp16", or "no"."""
+    wanted = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    return wanted if wanted in ("bf16", "fp16") else "no"
+
+
+def tensorboard_folder() -> str | None:
+    """Where the user wants TensorBoard's files, if they say so."""
+    folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
+    return os.path.expanduser(folder) if folder else None
+
+
+def wandb_project() -> str:
+    """The Weights & Biases project that the user names, or the usual one."""
+    return os.environ.get("WANDB_PROJECT", "huggingface")
+
+
+def mlflow_experiment() -> str | None:
+    """The MLflow experiment that the user names, if any."""
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME")
+
+
 def snapshot() -> dict[str, str]:
     """A copy of the whole environment, to build a child's environment from."""
     return dict(os.environ)

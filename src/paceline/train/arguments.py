@@ -10,20 +10,25 @@ documentation. `rules.py` says what cannot work, and which fields are not served
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.comm.select import choose_device, initialize_process_group
-from paceline.environment import rank_place
+from paceline.environment import rank_place, requested_precision
 from paceline.train import rules
+from paceline.train.old_names import TakesOldNames
+from paceline.train.setters import GroupSetters
 from paceline.train.turns import Turns
+from paceline.train.whereabouts import DistributedState, ParallelMode
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -31,19 +36,29 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
-@dataclass
-class TrainingArguments:
+@dataclass(repr=False)
+class TrainingArguments(GroupSetters, metaclass=TakesOldNames):
     """The settings of a training run.
 
     Constructing it brings up the process group (also for a single rank), so that
     `world_size`, `process_index` and `device` are known from then on. A group that is
-    up already is used as it is.
+    up already is used as it is. Names of fields that transformers 4.57 had are taken with a
+    warning (old_names.py).
 
     Raises:
         ArgumentError: (a ValueError) a value cannot work, contradicts another one, or
             belongs to a field that is not served yet; the text names it.
         BackendUnavailableError: `ddp_backend` is not to be had here.
     """
+
+    # Fields that may be given as JSON text; subclasses add their own.
+    _VALID_DICT_FIELDS = [  # noqa: RUF012  (not a field: it has no annotation)
+        "accelerator_config",
+        "fsdp_config",
+        "deepspeed",
+        "gradient_checkpointing_kwargs",
+        "lr_scheduler_kwargs",
+    ]
 
     # What to train, and for how long
     output_dir: str | None = option(None, "Folder for checkpoints and logs (default: trainer_output).")
@@ -75,16 +90,18 @@ class TrainingArguments:
     # Precision, memory and speed
     bf16: bool = option(False, "Compute the forward in bfloat16 where torch.autocast holds it safe.")
     fp16: bool = option(False, "Compute the forward in float16 with loss scaling.")
-    bf16_full_eval: bool = option(False, "Evaluate with all weights in bfloat16.")
-    fp16_full_eval: bool = option(False, "Evaluate with all weights in float16.")
+    bf16_full_eval: bool = option(False, "Evaluate outside training with all weights in bfloat16.")
+    fp16_full_eval: bool = option(False, "Evaluate outside training with all weights in float16.")
     tf32: bool | None = option(None, "Let matrix products of float32 use TF32.")
     gradient_checkpointing: bool = option(False, "Compute activations anew in backward, keep none.")
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(
         None, 'Given to the model\'s gradient_checkpointing_enable, such as {"use_reentrant": false}.'
     )
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
-    torch_compile_backend: str | None = option(None, "The backend of torch.compile.")
-    torch_compile_mode: str | None = option(None, "The mode of torch.compile.")
+    torch_compile_backend: str | None = option(
+        None, "The backend of torch.compile (default: inductor); it implies torch_compile."
+    )
+    torch_compile_mode: str | None = option(None, "The mode of torch.compile; it implies torch_compile.")
     use_liger_kernel: bool = option(False, "Replace layers by Liger kernels.")
     liger_kernel_config: dict[str, Any] | None = option(None, "Which Liger kernels.")
     use_cache: bool = option(False, "Value of the model configuration's use_cache in training.")
@@ -98,11 +115,13 @@ class TrainingArguments:
     logging_first_step: bool = option(False, "Log after the very first step as well.")
     log_on_each_node: bool = option(True, "One rank of each machine logs, not only rank 0.")
     logging_nan_inf_filter: bool = option(True, "Log the mean of the others for a NaN or infinite loss.")
-    include_num_input_tokens_seen: str | bool = option("no", "Count the input tokens.")
+    include_num_input_tokens_seen: str | bool = option(
+        "no", "Count the input tokens: all, or without padding.", choices=rules.TOKEN_COUNTS
+    )
     log_level: str = option("passive", "Log level of ranks that log.", choices=rules.LOG_LEVELS)
     log_level_replica: str = option("warning", "Log level of the other ranks.", choices=rules.LOG_LEVELS)
     disable_tqdm: bool | None = option(None, "Print plain lines instead of a progress bar.")
-    report_to: None | str | list[str] = option("none", "Services that logs are sent to.")
+    report_to: None | str | list[str] = option("none", "Where logs are sent: tensorboard, wandb, mlflow, all (those installed), none.")
     run_name: str | None = option(None, "Name of the run in those services.")
     project: str = option("huggingface", "Trackio: the project.")
     trackio_space_id: str | None = option(None, "Trackio: the Space.")
@@ -128,7 +147,7 @@ class TrainingArguments:
     include_for_metrics: list[str] = field(
         default_factory=list, metadata={"help": "More that compute_metrics gets: inputs, loss."}
     )
-    batch_eval_metrics: bool = option(False, "Call compute_metrics on each batch.")
+    batch_eval_metrics: bool = option(False, "Call compute_metrics(batch, compute_result) batch by batch.")
 
     # Checkpoints
     save_only_model: bool = option(False, "Leave optimizer and schedule out; it cannot be resumed.")
@@ -151,11 +170,11 @@ class TrainingArguments:
     restore_callback_states_from_checkpoint: bool = option(False, "Restore callbacks' own state.")
 
     # Reproducibility and device
-    full_determinism: bool = option(False, "Use deterministic kernels only.")
+    full_determinism: bool = option(False, "Use deterministic kernels only; an operation without one raises.")
     seed: int = option(42, "Seed of everything random in training.")
     data_seed: int | None = option(None, "Seed of the order of samples (default: seed).")
     use_cpu: bool = option(False, "Train on the CPU though there is an accelerator.")
-    accelerator_config: dict[str, Any] | str | None = option(None, "Accelerate: its settings.")
+    accelerator_config: dict[str, Any] | str | None = option(None, "Settings that Accelerate would get, as a dict or JSON file.")
     parallelism_config: Any = option(None, "Accelerate: tensor, context and sequence parallelism.")
 
     # Data
@@ -168,8 +187,10 @@ class TrainingArguments:
     dataloader_in_order: bool = option(True, "Keep the order of batches with workers.")
     remove_unused_columns: bool = option(True, "Drop entries that the forward does not take.")
     label_names: list[str] | None = option(None, "Entries that are labels (default: found by name).")
-    train_sampling_strategy: str = option("random", "Order of training samples: random or sequential.")
-    length_column_name: str = option("length", "Column with lengths, for sampling by length.")
+    train_sampling_strategy: str = option(
+        "random", "Order of training samples; group_by_length saves padding.", choices=rules.ORDERS
+    )
+    length_column_name: str = option("length", "Column with lengths, for group_by_length.")
 
     # Data parallelism
     ddp_find_unused_parameters: bool | None = option(
@@ -207,6 +228,14 @@ class TrainingArguments:
         self._backend = initialize_process_group(
             self.ddp_backend, timeout=self.ddp_timeout_delta, device=self._device
         )
+        rules.check_batch_split(self)
+        if self.tf32 is not None:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.tf32
+
+    def __repr__(self) -> str:
+        values = self.to_dict()  # without secrets
+        lines = [f"    {name}={value!r},\n" for name, value in values.items()]
+        return f"{type(self).__name__}(\n{''.join(lines)})"
 
     # Where this rank stands
 
@@ -241,14 +270,50 @@ class TrainingArguments:
         return 0 if self.device.type == "cpu" else 1
 
     @property
+    def _setup_devices(self) -> torch.device:
+        """`device`, under the name that other libraries read."""
+        return self.device
+
+    @property
+    def _n_gpu(self) -> int:
+        """`n_gpu`, under the name that other libraries read."""
+        return self.n_gpu
+
+    @property
+    def distributed_state(self) -> DistributedState:
+        """Where this rank stands, as Accelerate's PartialState says it."""
+        return DistributedState(self.device)
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """DISTRIBUTED with several ranks, else NOT_PARALLEL."""
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def mixed_precision(self) -> str:
+        """What the forward computes in: "fp16", "bf16", or "no"; the launcher's wish where no field is set."""
+        if self.fp16 or self.bf16:
+            return "fp16" if self.fp16 else "bf16"
+        return requested_precision()
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """A subclass may say False to keep the Trainer from moving the model; None: it decides."""
+        return None
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed is not served."""
+
+    @property
     def train_batch_size(self) -> int:
         """Samples of one micro-batch on this rank."""
-        return self.per_device_train_batch_size
+        return rules.own_batch(self, self.per_device_train_batch_size)
 
     @property
     def eval_batch_size(self) -> int:
         """Samples of one evaluation batch on this rank."""
-        return self.per_device_eval_batch_size
+        return rules.own_batch(self, self.per_device_eval_batch_size)
 
     @property
     def ddp_timeout_delta(self) -> timedelta:
@@ -292,11 +357,19 @@ class TrainingArguments:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
 
+    def get_process_log_level(self) -> int:
+        """The level of this rank's loggers, as a number of `logging`; that of paceline's for "passive"."""
+        name = self.log_level if self.should_log else self.log_level_replica
+        if name == "passive":
+            return logging.getLogger("paceline").getEffectiveLevel()
+        return logging.DEBUG if name == "detail" else int(getattr(logging, name.upper()))
+
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name; secrets are replaced by their field's name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        """All fields by name, as plain values; secrets are replaced by their field's name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         return {
-            name: f"<{name.upper()}>" if name.endswith("_token") else value for name, value in values.items()
+            name: f"<{name.upper()}>" if name.endswith("_token") else _plain(value)
+            for name, value in values.items()
         }
 
     def to_json_string(self) -> str:
@@ -313,3 +386,16 @@ class TrainingArguments:
             name: value if type(value) in (bool, int, float, str) else str(value)
             for name, value in values.items()
         }
+
+
+def _plain(value: Any) -> Any:
+    """A value of a field (a subclass's too) as JSON can hold it, where it says how."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value.to_dict() if hasattr(value, "to_dict") and not isinstance(value, type) else value

@@ -12,11 +12,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from paceline.environment import rank_place
 from paceline.errors import ArgumentError
+from paceline.train import reporters
+from paceline.train.accelerator_config import check_config, read_config
 
 if TYPE_CHECKING:
     from paceline.train.arguments import TrainingArguments
@@ -31,8 +36,15 @@ SCHEDULES = (
     "constant",
     "constant_with_warmup",
     "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
 )
-OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop", "adafactor")
+ORDERS = ("random", "sequential", "group_by_length")
+TOKEN_COUNTS = ("no", "all", "non_padding")
+MORE_FOR_METRICS = ("inputs", "loss")
 LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
 _HUB = (
@@ -44,37 +56,19 @@ _HUB = (
     "hub_always_push",
     "hub_revision",
 )
-_REPORTING = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
+_TRACKIO = ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 
 # Fields of transformers 5.18 that nothing here serves yet, and why or what to use instead.
 NOT_SERVED = {
     "optim_target_modules": "low-rank optimizers are not built in; give Trainer(optimizers=...) your own",
     "average_tokens_across_devices": "the loss is always averaged over all ranks; leave it True",
-    "label_smoothing_factor": "give the Trainer a compute_loss_func with cross_entropy(label_smoothing=...)",
-    "fp16": "loss scaling is not built in yet; use bf16=True",
-    "bf16_full_eval": "evaluation runs in the precision of training",
-    "fp16_full_eval": "evaluation runs in the precision of training",
-    "tf32": "set torch.backends.cuda.matmul.allow_tf32 in the script",
-    "torch_compile": "call model.compile() before making the Trainer",
-    "torch_compile_backend": "call model.compile(backend=...) before making the Trainer",
-    "torch_compile_mode": "call model.compile(mode=...) before making the Trainer",
     "use_liger_kernel": "apply the kernels to the model before making the Trainer",
     "liger_kernel_config": "apply the kernels to the model before making the Trainer",
-    "neftune_noise_alpha": "NEFTune is not built in yet",
-    "auto_find_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
-    "include_num_input_tokens_seen": "tokens are not counted yet",
-    **dict.fromkeys(_REPORTING, "no reporting service is built in yet; add a callback"),
-    "eval_do_concat_batches": "predictions are always joined",
-    "include_for_metrics": "compute_metrics gets predictions and labels",
-    "batch_eval_metrics": "compute_metrics is called once, on everything",
+    **dict.fromkeys(_TRACKIO, "Trackio is not served; use tensorboard, wandb or mlflow"),
     "enable_jit_checkpoint": "saving on SIGTERM is not built in yet",
     **dict.fromkeys(_HUB, "the Hub is not served; upload the finished folder with huggingface_hub"),
-    "ignore_data_skip": "finding the place in the data takes no time here; leave it False",
     "restore_callback_states_from_checkpoint": "callbacks' own state is not saved yet",
-    "full_determinism": "call torch.use_deterministic_algorithms(True) in the script",
-    "accelerator_config": "Accelerate is not used",
     "parallelism_config": "only data parallelism is served",
-    "length_column_name": "sampling by length is not built in yet",
     "dataloader_in_order": "the order of samples must be kept, or resuming would not be exact",
     "fsdp": "sharded models are not served yet",
     "fsdp_config": "sharded models are not served yet",
@@ -91,15 +85,9 @@ _CHOICES = {
     "save_strategy": SAVE_INTERVALS,
     "log_level": LOG_LEVELS,
     "log_level_replica": LOG_LEVELS,
-    "train_sampling_strategy": ("random", "sequential"),
+    "train_sampling_strategy": ORDERS,
+    "include_num_input_tokens_seen": TOKEN_COUNTS,
 }
-_DICTS = (
-    "lr_scheduler_kwargs",
-    "gradient_checkpointing_kwargs",
-    "accelerator_config",
-    "fsdp_config",
-    "deepspeed",
-)
 _AT_LEAST = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
@@ -110,27 +98,51 @@ _AT_LEAST = {
     "learning_rate": 0,
     "weight_decay": 0,
     "num_train_epochs": 0,
+    "label_smoothing_factor": 0,
+    "max_grad_norm": 0,
     "seed": 0,
 }
+_ABOVE_ZERO_OR_NONE = ("ddp_bucket_cap_mb", "torch_empty_cache_steps", "eval_accumulation_steps")
 
 
 def normalise(args: TrainingArguments) -> None:
     """Bring `args` to plain strings, numbers and dicts, and fill defaults that hang on other fields."""
     for name in (*_CHOICES, "hub_strategy"):
         setattr(args, name, _plain(getattr(args, name)))
-    for name in _DICTS:
+    for name in args._VALID_DICT_FIELDS:
         setattr(args, name, _parsed(name, getattr(args, name)))
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
-    args.report_to = _services(args.report_to)
+    args.report_to = reporters.names_of(args.report_to)
     args.include_num_input_tokens_seen = _spelled(args.include_num_input_tokens_seen)
     args.max_grad_norm = args.max_grad_norm or 0.0
+    args.eval_delay = args.eval_delay or 0
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("paceline").getEffectiveLevel() > logging.WARNING
+    _normalise_compilation(args)
+    _normalise_accelerator_config(args)
+    _normalise_evaluation(args)
+
+
+def _normalise_compilation(args: TrainingArguments) -> None:
+    if args.torch_compile_mode is not None or args.torch_compile_backend is not None:
+        args.torch_compile = True
+    if args.torch_compile and args.torch_compile_backend is None:
+        args.torch_compile_backend = "inductor"
+
+
+def _normalise_accelerator_config(args: TrainingArguments) -> None:
+    args.accelerator_config = read_config(args.accelerator_config)
+    check_config(args.accelerator_config, args.gradient_accumulation_steps)
+    args.gradient_accumulation_steps = args.accelerator_config.num_steps or args.gradient_accumulation_steps
+
+
+def _normalise_evaluation(args: TrainingArguments) -> None:
     if args.eval_strategy != "no":
         args.do_eval = True
     if args.eval_strategy == "steps" and not args.eval_steps:
         args.eval_steps = args.logging_steps
-    if args.load_best_model_at_end and args.metric_for_best_model is None:
+    needs_metric = args.load_best_model_at_end or args.lr_scheduler_type == "reduce_lr_on_plateau"
+    if needs_metric and args.metric_for_best_model is None:
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
@@ -142,57 +154,82 @@ def check(args: TrainingArguments) -> None:
     Raises:
         ArgumentError: naming the field, its value and what to write instead.
     """
-    _check_served(args)
-    _check_values(args)
-    _check_intervals(args)
+    check_fields(args, [each.name for each in fields(args)])
+    for kind in ("logging", "eval", "save"):
+        check_interval(args, kind)
+    _check_precision(args)
     _check_best(args)
     _check_data(args)
     _check_place(args)
 
 
-def _check_served(args: TrainingArguments) -> None:
-    for each in fields(args):
-        value, reason = getattr(args, each.name), NOT_SERVED.get(each.name)
-        if reason is not None and value != _default(each):
-            raise ArgumentError(f"{each.name}={value!r} is not supported by paceline: {reason}")
-    if args.report_to:
-        raise ArgumentError(
-            f"report_to={args.report_to!r} is not supported by paceline yet: write 'none', and add a "
-            f"callback with on_log to send logs elsewhere"
-        )
+def check_fields(args: TrainingArguments, names: Iterable[str]) -> None:
+    """Refuse what these fields cannot be, whatever the others are.
 
-
-def _check_values(args: TrainingArguments) -> None:
+    Raises:
+        ArgumentError: naming the field.
+    """
+    names = set(names)
+    _check_served(args, names)
     for name, allowed in _CHOICES.items():
-        if getattr(args, name) not in allowed:
+        if name in names and getattr(args, name) not in allowed:
             raise ArgumentError(f"{name}={getattr(args, name)!r}, but it must be one of {', '.join(allowed)}")
     for name, least in _AT_LEAST.items():
-        if not getattr(args, name) >= least:
+        if name in names and not getattr(args, name) >= least:
             raise ArgumentError(f"{name}={getattr(args, name)!r}, but it must be at least {least}")
-    for name in ("ddp_bucket_cap_mb", "torch_empty_cache_steps", "eval_accumulation_steps"):
+    for name in names.intersection(_ABOVE_ZERO_OR_NONE):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ArgumentError(f"{name}={value!r}, but it must be above 0; leave it out for the default")
-    if args.max_grad_norm < 0:
+    unknown = set(args.include_for_metrics) - set(MORE_FOR_METRICS)
+    if unknown:
         raise ArgumentError(
-            f"max_grad_norm={args.max_grad_norm!r}, but it must not be negative; 0 clips nothing"
+            f"include_for_metrics={args.include_for_metrics!r}, but it may hold {' and '.join(MORE_FOR_METRICS)}"
         )
+    if "report_to" in names:
+        reporters.check_installed(list(args.report_to or []))
 
 
-def _check_intervals(args: TrainingArguments) -> None:
-    for kind in ("logging", "eval", "save"):
-        steps = getattr(args, f"{kind}_steps")
-        if getattr(args, f"{kind}_strategy") != "steps":
-            continue
-        if not steps or steps < 0:
-            raise ArgumentError(f"{kind}_strategy='steps' needs {kind}_steps above 0, but it is {steps!r}")
-        if steps > 1 and steps != int(steps):
-            raise ArgumentError(f"{kind}_steps={steps!r}, but above 1 it must be a whole number")
-        if steps >= 1:
-            setattr(args, f"{kind}_steps", int(steps))
+def check_interval(args: TrainingArguments, kind: str) -> None:
+    """Refuse steps that `kind` (logging, eval or save) cannot go by; whole numbers become ints.
+
+    Raises:
+        ArgumentError: naming the field.
+    """
+    steps = getattr(args, f"{kind}_steps")
+    if getattr(args, f"{kind}_strategy") != "steps":
+        return
+    if not steps or steps < 0:
+        raise ArgumentError(f"{kind}_strategy='steps' needs {kind}_steps above 0, but it is {steps!r}")
+    if steps > 1 and steps != int(steps):
+        raise ArgumentError(f"{kind}_steps={steps!r}, but above 1 it must be a whole number")
+    if steps >= 1:
+        setattr(args, f"{kind}_steps", int(steps))
+
+
+def _check_served(args: TrainingArguments, names: set[str]) -> None:
+    for each in fields(args):
+        value, reason = getattr(args, each.name), NOT_SERVED.get(each.name)
+        if each.name in names and reason is not None and value != _default(each):
+            raise ArgumentError(f"{each.name}={value!r} is not supported by paceline: {reason}")
+
+
+def _check_precision(args: TrainingArguments) -> None:
+    if args.fp16 and args.bf16:
+        raise ArgumentError("fp16 and bf16 are both True; set one of them")
+    if args.fp16_full_eval and args.bf16_full_eval:
+        raise ArgumentError("fp16_full_eval and bf16_full_eval are both True; set one of them")
+    if args.label_smoothing_factor >= 1:
+        raise ArgumentError(f"label_smoothing_factor={args.label_smoothing_factor!r}, but it must be below 1")
+    if args.tf32 and not torch.cuda.is_available():
+        raise ArgumentError("tf32=True, but there is no CUDA device here; leave it out")
 
 
 def _check_best(args: TrainingArguments) -> None:
+    if args.lr_scheduler_type == "reduce_lr_on_plateau" and args.eval_strategy == "no":
+        raise ArgumentError(
+            "lr_scheduler_type='reduce_lr_on_plateau' goes by an evaluation metric; set eval_strategy"
+        )
     if args.save_strategy == "best" and args.metric_for_best_model is None:
         raise ArgumentError("save_strategy='best' needs metric_for_best_model, such as 'loss'")
     if args.save_strategy == "best" and args.eval_strategy == "no":
@@ -231,6 +268,30 @@ def _check_place(args: TrainingArguments) -> None:
         )
 
 
+def own_batch(args: TrainingArguments, size: int) -> int:
+    """Samples of one rank's batch where `size` is what a per_device field says."""
+    assert not isinstance(args.accelerator_config, (dict, str))  # normalise() made it an object
+    split = args.accelerator_config is not None and args.accelerator_config.split_batches
+    return size // args.world_size if split else size
+
+
+def check_batch_split(args: TrainingArguments) -> None:
+    """Refuse batch sizes that split_batches cannot split; needs the process group.
+
+    Raises:
+        ArgumentError: naming the field.
+    """
+    assert not isinstance(args.accelerator_config, (dict, str))  # normalise() made it an object
+    if args.accelerator_config is None or not args.accelerator_config.split_batches:
+        return
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if getattr(args, name) % args.world_size:
+            raise ArgumentError(
+                f"accelerator_config: split_batches=True needs {name} to be a multiple of the {args.world_size} "
+                f"ranks, but it is {getattr(args, name)}"
+            )
+
+
 def _multiple(larger: float, smaller: float | None) -> bool:
     """Whether `larger` is a whole multiple; shares of all steps (below 1) compare among themselves."""
     if not smaller or (larger < 1) != (smaller < 1):
@@ -248,18 +309,13 @@ def _plain(value: Any) -> Any:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """A dict given as JSON text, as command lines do; other values as they are."""
-    if not isinstance(value, str):
+    """A dict given as JSON text, as command lines do; other values (names of files) as they are."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
         return json.loads(value)
     except ValueError as error:
         raise ArgumentError(f"{name}={value!r} is neither a dict nor JSON for one: {error}") from error
-
-
-def _services(value: str | list[str] | None) -> list[str]:
-    names = [value] if isinstance(value, str) else list(value or [])
-    return [] if names == ["none"] else names
 
 
 def _spelled(value: str | bool) -> str:
