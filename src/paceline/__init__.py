@@ -33,6 +33,7 @@ _HOMES = {
     "PeerLostError": "paceline.errors",
     "RanksOutOfStepError": "paceline.errors",
     "PeerFailedError": "paceline.errors",
+    "NonFiniteError": "paceline.errors",
     "CheckpointError": "paceline.errors",
     "LaunchError": "paceline.errors",
 }

@@ -12,6 +12,7 @@
         PeerLostError            a rank's process ended or its connection broke
         RanksOutOfStepError      ranks met in a collective while at different steps
         PeerFailedError          a rank says that its own backward raised
+      NonFiniteError           the gradient stays NaN or infinite, step after step
       CheckpointError          a checkpoint is missing, torn or does not fit
       LaunchError              the ranks could not be started
 
@@ -74,6 +75,10 @@ class RanksOutOfStepError(CommunicationError):
 
 class PeerFailedError(CommunicationError):
     """Another rank's backward raised an exception; this step has no average."""
+
+
+class NonFiniteError(PacelineError, RuntimeError):
+    """The gradient of many steps in a row is NaN or infinite; the text names the rank whose loss is."""
 
 
 class CheckpointError(PacelineError, RuntimeError):

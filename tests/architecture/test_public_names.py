@@ -24,6 +24,7 @@ PUBLIC = {
     "DistributedSampler",
     "GraphChangedError",
     "LaunchError",
+    "NonFiniteError",
     "PacelineError",
     "PeerFailedError",
     "PeerLostError",

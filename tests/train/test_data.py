@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from paceline.train.data import (
-    EpochOrder,
     EpochPlan,
     StepBatches,
     UsedEntries,
     default_collate,
-    even_part,
     to_device,
     train_loader,
 )
+from paceline.train.orders import EpochOrder, even_part
 from paceline.train.sampler import DistributedSampler
 from tests.train.models import settings
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.train.evaluation import join, to_arrays
+from paceline.train.predictions import join, to_arrays
 from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.models import Points, Regression, Sequences, Tagger, settings

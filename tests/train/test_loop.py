@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from paceline.errors import ArgumentError
 from paceline.train.callbacks import EVENTS, EarlyStoppingCallback, TrainerCallback
@@ -232,19 +232,6 @@ def test_a_loader_of_ones_own_is_dealt_out(tmp_path: Path, random_order: bool) -
     assert (joined == own) is not random_order
 
 
-def test_a_batch_sampler_of_ones_own_is_refused(tmp_path: Path) -> None:
-    class Fixed(BatchSampler):
-        pass
-
-    class Own(Trainer):
-        def get_train_dataloader(self) -> DataLoader[Any]:
-            batches = Fixed(SequentialSampler(self.train_dataset), 3, False)
-            return DataLoader(self.train_dataset, batch_sampler=batches)
-
-    with pytest.raises(ArgumentError, match="batch sampler of its own"):
-        Own(Regression(), settings(tmp_path), train_dataset=Points(16)).train()
-
-
 def test_what_cannot_be_trained_is_named(tmp_path: Path) -> None:
     args = settings(tmp_path)
 
@@ -252,9 +239,15 @@ def test_what_cannot_be_trained_is_named(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             return iter(())
 
-    for dataset, words in [(None, "train_dataset"), (Stream(), "Stream"), (Points(0), "nothing to train on")]:
+    for dataset, words in [
+        (None, "train_dataset"),
+        (Stream(), "max_steps"),
+        (Points(0), "nothing to train on"),
+    ]:
         with pytest.raises(ArgumentError, match=words):
             Trainer(Regression(), args, train_dataset=dataset).train()
+    with pytest.raises(ArgumentError, match="no sample on any rank"):
+        Trainer(Regression(), settings(tmp_path, max_steps=3), train_dataset=Stream()).train()
     with pytest.raises(ArgumentError, match="either model or model_init"):
         Trainer(args=args)
     with pytest.raises(ArgumentError, match="needed"):

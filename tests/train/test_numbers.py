@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.train.data import EpochOrder
+from paceline.train.orders import EpochOrder
 from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.models import (

@@ -21,3 +21,8 @@ def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor
         the norm before clipping, a scalar tensor, the same on every rank.
     """
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The joint 2-norm of all gradients, a scalar tensor, the same on every rank."""
+    return torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])

@@ -56,7 +56,7 @@ def read_config(value: Any) -> AcceleratorConfig:
     """A config of whatever `accelerator_config` was given as.
 
     Args:
-        value: None, a dict, the name of a JSON file, or an object with the same fields (Hugging Face's class).
+        value: None, a dict, the name of a JSON file, or an object with the same fields (Hugging Face's).
 
     Raises:
         ArgumentError: an unknown entry, or a file that cannot be read.
@@ -116,5 +116,7 @@ def _entries(value: Any) -> dict[str, Any]:
     try:
         entries: dict[str, Any] = json.loads(Path(value).read_text())
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"accelerator_config={str(value)!r} cannot be read as a JSON file: {error}") from error
+        raise ArgumentError(
+            f"accelerator_config={str(value)!r} cannot be read as a JSON file: {error}"
+        ) from error
     return entries

@@ -121,7 +121,9 @@ class TrainingArguments(GroupSetters, metaclass=TakesOldNames):
     log_level: str = option("passive", "Log level of ranks that log.", choices=rules.LOG_LEVELS)
     log_level_replica: str = option("warning", "Log level of the other ranks.", choices=rules.LOG_LEVELS)
     disable_tqdm: bool | None = option(None, "Print plain lines instead of a progress bar.")
-    report_to: None | str | list[str] = option("none", "Where logs are sent: tensorboard, wandb, mlflow, all (those installed), none.")
+    report_to: None | str | list[str] = option(
+        "none", "Where logs are sent: tensorboard, wandb, mlflow, all (those installed), none."
+    )
     run_name: str | None = option(None, "Name of the run in those services.")
     project: str = option("huggingface", "Trackio: the project.")
     trackio_space_id: str | None = option(None, "Trackio: the Space.")
@@ -174,7 +176,9 @@ class TrainingArguments(GroupSetters, metaclass=TakesOldNames):
     seed: int = option(42, "Seed of everything random in training.")
     data_seed: int | None = option(None, "Seed of the order of samples (default: seed).")
     use_cpu: bool = option(False, "Train on the CPU though there is an accelerator.")
-    accelerator_config: dict[str, Any] | str | None = option(None, "Settings that Accelerate would get, as a dict or JSON file.")
+    accelerator_config: dict[str, Any] | str | None = option(
+        None, "Settings that Accelerate would get, as a dict or JSON file."
+    )
     parallelism_config: Any = option(None, "Accelerate: tensor, context and sequence parallelism.")
 
     # Data
@@ -291,7 +295,7 @@ class TrainingArguments(GroupSetters, metaclass=TakesOldNames):
 
     @property
     def mixed_precision(self) -> str:
-        """What the forward computes in: "fp16", "bf16", or "no"; the launcher's wish where no field is set."""
+        """What the forward computes in: "fp16", "bf16", or "no"; the launcher's if no field is set."""
         if self.fp16 or self.bf16:
             return "fp16" if self.fp16 else "bf16"
         return requested_precision()

@@ -26,6 +26,7 @@ from paceline.train.state import TrainerState
 from paceline.train.turns import Turns
 
 if TYPE_CHECKING:
+    from paceline.train.arguments import TrainingArguments
     from paceline.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -117,18 +118,27 @@ def note_best(trainer: Trainer, metrics: dict[str, float]) -> bool:
     args, state = trainer.args, trainer.state
     if args.metric_for_best_model is None:
         return False
-    name = args.metric_for_best_model
-    name = name if name.startswith("eval_") else f"eval_{name}"
-    if name not in metrics:
-        raise ArgumentError(
-            f"metric_for_best_model is {name!r}, but the metrics are {', '.join(sorted(metrics))}"
-        )
-    value, best = metrics[name], state.best_metric
+    value, best = metric_of(args, metrics), state.best_metric
     better = best is None or (value > best if args.greater_is_better else value < best)
     if not better or math.isnan(value):
         return False
     state.best_metric, state.best_global_step = value, state.global_step
     return True
+
+
+def metric_of(args: TrainingArguments, metrics: dict[str, float]) -> float:
+    """The value of metric_for_best_model.
+
+    Raises:
+        ArgumentError: it is not among `metrics`.
+    """
+    name = str(args.metric_for_best_model)
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    if name not in metrics:
+        raise ArgumentError(
+            f"metric_for_best_model is {name!r}, but the metrics are {', '.join(sorted(metrics))}"
+        )
+    return metrics[name]
 
 
 def _write(trainer: Trainer, folder: Path, progress: dict[str, Any]) -> None:

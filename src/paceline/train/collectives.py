@@ -43,6 +43,12 @@ class Collectives:
         """The same with the largest of the ranks' values."""
         return self._reduce(value, what, dist.ReduceOp.MAX)
 
+    def gather(self, value: Tensor, what: str) -> Tensor:
+        """The values of all ranks, of shape (ranks, *value.shape), the same on every rank."""
+        everyone = value.new_zeros((dist.get_world_size(), *value.shape))
+        everyone[dist.get_rank()] = value
+        return self.sum(everyone, what)
+
     def _reduce(self, value: Tensor, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
         work = dist.all_reduce(value, op=op, async_op=True)
         if value.device.type == "cpu":

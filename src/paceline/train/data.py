@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from paceline.errors import ArgumentError
 from paceline.train.arguments import TrainingArguments
-from paceline.train.randomness import derive_seed, seed_again
+from paceline.train.orders import even_part
+from paceline.train.randomness import derive_seed, isolated, seed_again
 
 
 @dataclass(frozen=True)
@@ -77,44 +78,6 @@ class EpochPlan:
         return range(offset + own.start, offset + own.stop)
 
 
-def even_part(size: int, parts: int, index: int) -> range:
-    """Part `index` of range(size) cut into `parts` contiguous parts that differ by one at most."""
-    base, extra = divmod(size, parts)
-    start = index * base + min(index, extra)
-    return range(start, start + base + (1 if index < extra else 0))
-
-
-class EpochOrder(Sampler[int]):
-    """The order of an epoch: a permutation that depends on (seed, epoch) alone, or 0, 1, 2, ...
-
-    Args:
-        num_samples: samples of the data set.
-        seed: of the permutations.
-        shuffle: False keeps the data set's own order in every epoch.
-    """
-
-    def __init__(self, num_samples: int, seed: int = 0, shuffle: bool = True) -> None:
-        self.num_samples, self.seed, self.shuffle = num_samples, seed, shuffle
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next pass is for."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.as_tensor().tolist())
-
-    def as_tensor(self) -> torch.Tensor:
-        """The whole order, int64 of shape (num_samples,)."""
-        if not self.shuffle:
-            return torch.arange(self.num_samples)
-        generator = torch.Generator().manual_seed(derive_seed("order", self.seed, self.epoch))
-        return torch.randperm(self.num_samples, generator=generator)
-
-
 class Share(list[int]):
     """The indices of one rank's part of a micro-batch, and the seed of what is random in loading it."""
 
@@ -134,6 +97,31 @@ class StepBatches(Sampler[list[int]]):
     def __init__(self, order: Sampler[int], plan: EpochPlan, rank: int, seed: int) -> None:
         self.order, self.plan, self.rank, self.seed = order, plan, rank, seed
         self.epoch = self.first_step = 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of an epoch."""
+        return self.plan.steps
+
+    @property
+    def global_size(self) -> int:
+        """Samples of one full step."""
+        return self.plan.global_size
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.plan.num_samples
+
+    def step_size(self, step: int) -> int:
+        """Samples of step `step`, over all ranks and micro-batches."""
+        return self.plan.step_size(step)
+
+    def share_sizes(self, step: int) -> list[int]:
+        """Samples of this rank in each micro-batch of step `step`; may be 0."""
+        return [
+            len(self.plan.share(step, micro, self.rank)) for micro in range(self.plan.micro_batches(step))
+        ]
 
     def start_at(self, epoch: int, step: int = 0) -> None:
         """Let the next pass be over `epoch`, from its step `step` on. Takes no time for earlier steps."""
@@ -157,10 +145,80 @@ class StepBatches(Sampler[list[int]]):
                 yield share
 
     def _epoch_order(self) -> Sequence[int]:
-        """The epoch's indices; a user's sampler may draw from the global generator, so seed that equally."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed("order", self.seed, self.epoch))
+        """The epoch's indices; a user's sampler may draw from the global generators, so seed them equally."""
+        with isolated(derive_seed("order", self.seed, self.epoch)):
             return list(self.order)
+
+
+class WholeBatches(Sampler[list[int]]):
+    """Batch sampler of one rank that deals out the batches of a user's batch sampler, each as it is.
+
+    Step s takes the next `world_size * accumulation` batches, micro-batch by micro-batch, one for
+    each rank. Of the last step some may be missing: then the epoch's first batch stands in, and
+    counts for nothing.
+
+    Args:
+        batches: gives an epoch's batches of indices, the same on every rank.
+        world_size: ranks.
+        accumulation: micro-batches of a full step.
+        rank: whose batches to give.
+        seed: for what the user's sampler draws, and of random augmentation.
+    """
+
+    def __init__(self, batches: Any, world_size: int, accumulation: int, rank: int, seed: int) -> None:
+        self.batches, self.world_size, self.accumulation = batches, world_size, accumulation
+        self.rank, self.seed = rank, seed
+        self.start_at(0)
+
+    def start_at(self, epoch: int, step: int = 0) -> None:
+        """Let the next pass be over `epoch`, from its step `step` on."""
+        self.epoch, self.first_step = epoch, step
+        if hasattr(self.batches, "set_epoch"):
+            self.batches.set_epoch(epoch)
+        with isolated(derive_seed("order", self.seed, epoch)):
+            self._dealt = [list(batch) for batch in self.batches]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the epoch."""
+        return math.ceil(len(self._dealt) / (self.world_size * self.accumulation))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the epoch."""
+        return sum(map(len, self._dealt))
+
+    @property
+    def global_size(self) -> int:
+        """Batches of one full step (their sizes may differ)."""
+        return self.world_size * self.accumulation
+
+    def step_size(self, step: int) -> int:
+        """Samples of step `step`, over all ranks and micro-batches."""
+        return sum(map(len, self._of_step(step)))
+
+    def share_sizes(self, step: int) -> list[int]:
+        """Samples of this rank in each micro-batch of step `step`; may be 0."""
+        return [len(batch) for batch in self._own(step)]
+
+    def __len__(self) -> int:
+        return sum(len(self._own(step)) for step in range(self.steps))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.first_step, self.steps):
+            for micro, batch in enumerate(self._own(step)):
+                share = Share(batch or self._dealt[0])
+                share.seed = derive_seed("load", self.seed, self.epoch, step, micro, self.rank)
+                yield share
+
+    def _of_step(self, step: int) -> list[list[int]]:
+        return self._dealt[step * self.global_size : (step + 1) * self.global_size]
+
+    def _own(self, step: int) -> list[list[int]]:
+        """This rank's batch of each micro-batch; empty where the last round has none for it."""
+        dealt = self._of_step(step)
+        rounds = range(0, len(dealt), self.world_size)
+        return [dealt[start + self.rank] if start + self.rank < len(dealt) else [] for start in rounds]
 
 
 class EvalBatches(list[list[int]]):
@@ -210,15 +268,30 @@ def used_entries(model: nn.Module, label_names: list[str]) -> frozenset[str] | N
     return frozenset([*names, *label_names, "label", "label_ids"]) if names else None
 
 
-def train_loader(dataset: Any, order: Any, collate: Any, args: TrainingArguments) -> DataLoader[Any]:
+def train_loader(
+    dataset: Any,
+    order: Any,
+    collate: Any,
+    args: TrainingArguments,
+    per_rank: int | None = None,
+    **loading: Any,
+) -> DataLoader[Any]:
     """The loader of this rank's training micro-batches.
 
+    Args:
+        dataset: gives samples by index.
+        order: gives an epoch's indices, the same on every rank.
+        collate: makes a batch of samples.
+        args: the settings.
+        per_rank: samples of one rank's micro-batch, instead of what `args` say.
+        loading: for the DataLoader, instead of what `args` say.
+
     Raises:
-        ArgumentError: the data set has no length, or holds no full global batch although drop_last is set.
+        ArgumentError: the data set holds no full global batch although drop_last is set, or nothing.
     """
     plan = EpochPlan(
         num_samples=len(order),
-        per_rank=args.per_device_train_batch_size,
+        per_rank=per_rank or args.train_batch_size,
         world_size=args.world_size,
         accumulation=args.gradient_accumulation_steps,
         drop_last=args.dataloader_drop_last,
@@ -229,76 +302,75 @@ def train_loader(dataset: Any, order: Any, collate: Any, args: TrainingArguments
             + (", and dataloader_drop_last=True" if plan.drop_last else "")
         )
     batches = StepBatches(order, plan, args.process_index, args.seed)
-    return DataLoader(SeededDataset(dataset), batch_sampler=batches, collate_fn=collate, **_loading(args))
+    settings = {**loading_settings(args), **loading}
+    return DataLoader(SeededDataset(dataset), batch_sampler=batches, collate_fn=collate, **settings)
 
 
-def eval_loader(dataset: Any, order: Any, collate: Any, args: TrainingArguments) -> DataLoader[Any]:
-    """The loader of this rank's contiguous part of an evaluation set; may be empty."""
+def eval_loader(
+    dataset: Any, batches: list[list[int]], collate: Any, args: TrainingArguments, **loading: Any
+) -> DataLoader[Any]:
+    """The loader of this rank's part of an evaluation set.
+
+    Args:
+        dataset: gives samples by index.
+        batches: the batches of indices of this rank; may be none.
+        collate: makes a batch of samples.
+        args: the settings.
+        loading: for the DataLoader, instead of what `args` say.
+    """
+    settings = {**loading_settings(args), **loading}
+    return DataLoader(dataset, batch_sampler=EvalBatches(batches), collate_fn=collate, **settings)
+
+
+def own_eval_batches(order: Any, args: TrainingArguments, per_rank: int | None = None) -> list[list[int]]:
+    """This rank's contiguous part of an evaluation order, cut into batches."""
     positions = even_part(len(order), args.world_size, args.process_index)
-    indices, size = list(order)[positions.start : positions.stop], args.per_device_eval_batch_size
-    batches = EvalBatches(indices[start : start + size] for start in range(0, len(indices), size))
-    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(args))
+    indices, size = list(order)[positions.start : positions.stop], per_rank or args.eval_batch_size
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
-def check_map_style(dataset: Any, what: str) -> None:
-    """Refuse data that cannot be dealt out by index.
+def is_stream(dataset: Any) -> bool:
+    """Whether samples come one after another, not by index."""
+    by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (not by_index and hasattr(dataset, "__iter__"))
+
+
+def check_dataset(dataset: Any, what: str) -> None:
+    """Refuse what no samples can be had from.
 
     Raises:
-        ArgumentError: `dataset` is missing, iterable, or has no length.
+        ArgumentError: `dataset` is missing, or can be neither indexed nor iterated.
     """
     if dataset is None:
         raise ArgumentError(f"the Trainer was made without {what}; pass {what}=... to it")
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    if not is_stream(dataset) and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ArgumentError(
-            f"{what} is a {type(dataset).__name__}, which is not supported yet: samples are dealt out by "
-            f"index, so it needs __len__ and __getitem__"
+            f"{what} is a {type(dataset).__name__}; it needs __len__ and __getitem__, or __iter__"
         )
 
 
-def redeal(loader: DataLoader[Any], args: TrainingArguments) -> DataLoader[Any]:
-    """A loader that deals out what `loader` would give one process; `loader` itself if it does already.
-
-    This is how a loader made by hand (an overridden get_train_dataloader) gets the
-    guarantees of this file: its sampler gives the order, its collator the batches.
-
-    Raises:
-        ArgumentError: it has no sampler of known length, or a batch sampler of its own.
-    """
-    if isinstance(loader.batch_sampler, StepBatches):
-        return loader
-    _check_own_loader(loader, "get_train_dataloader()")
-    return train_loader(loader.dataset, loader.sampler, loader.collate_fn, args)
+def batch_size_of(inputs: Any) -> int:
+    """Samples of a batch: the length of the first tensor or array in it; 1 if there is none."""
+    if isinstance(inputs, torch.Tensor) or hasattr(inputs, "__array__"):
+        return len(inputs) if inputs.ndim else 1
+    parts = inputs.values() if isinstance(inputs, Mapping) else inputs
+    nested = isinstance(inputs, (Mapping, list, tuple))
+    tensors = [each for each in parts if isinstance(each, torch.Tensor)] if nested else []
+    return batch_size_of(tensors[0]) if tensors else 1
 
 
-def redeal_for_evaluation(loader: DataLoader[Any], args: TrainingArguments) -> DataLoader[Any]:
-    """The same for a loader of evaluation data."""
-    if isinstance(loader.batch_sampler, EvalBatches):
-        return loader
-    _check_own_loader(loader, "the evaluation data loader")
-    return eval_loader(loader.dataset, loader.sampler, loader.collate_fn, args)
-
-
-def _check_own_loader(loader: DataLoader[Any], what: str) -> None:
-    check_map_style(loader.dataset, f"the dataset of {what}")
-    if type(loader.batch_sampler) is not BatchSampler or not hasattr(loader.sampler, "__len__"):
-        raise ArgumentError(
-            f"{what} has a batch sampler of its own; give the loader batch_size and sampler instead, "
-            f"and paceline deals the samples out to the ranks"
-        )
-
-
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """Move all tensors in nested dicts, lists and tuples (and whatever has .to) to `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
     if hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, dict):
-        return type(value)({name: to_device(each, device) for name, each in value.items()})
+        return type(value)({name: to_device(each, device, non_blocking) for name, each in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(each, device) for each in value))
+        return type(value)(*(to_device(each, device, non_blocking) for each in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(to_device(each, device) for each in value)
+        return type(value)(to_device(each, device, non_blocking) for each in value)
     return value
 
 
@@ -327,7 +399,7 @@ def _stack(values: list[Any]) -> Any:
     return torch.tensor(values)
 
 
-def _loading(args: TrainingArguments) -> dict[str, Any]:
+def loading_settings(args: TrainingArguments) -> dict[str, Any]:
     """What the arguments say about worker processes, in DataLoader's words."""
     return {
         "num_workers": args.dataloader_num_workers,

@@ -5,38 +5,40 @@
     rank 0:    predictions of all parts, in order -> compute_metrics -> every rank
 
 The ranks' parts differ by one sample at most, or are empty; nothing waits in between,
-because the model runs unwrapped and without gradients.
+because the model runs unwrapped and without gradients. Of a stream, each rank has a part of every
+batch. With batch_eval_metrics the ranks go through their batches in step, and rank 0 gives
+compute_metrics all ranks' batches of one round.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paceline.train.data import EvalBatches
+from paceline.train.data import EvalBatches, batch_size_of
 from paceline.train.losses import count_items, with_countable_labels
+from paceline.train.precision import half_precision_weights
+from paceline.train.predictions import (
+    Batch,
+    EvalPrediction,
+    batch_to_arrays,
+    gather_batches,
+    joined,
+    to_tensors,
+)
+from paceline.train.streams import Loaded, Stream
 from paceline.train.turns import Turns
+from paceline.train.weighing import Weighing
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
     from paceline.train.trainer import Trainer
-
-PADDING = -100
-
-
-class EvalPrediction(NamedTuple):
-    """What compute_metrics gets: arrays over the whole data set, or tuples of arrays."""
-
-    predictions: Any
-    label_ids: Any
 
 
 class PredictionOutput(NamedTuple):
@@ -56,6 +58,23 @@ class EvalLoopOutput(NamedTuple):
     num_samples: int
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What an evaluation is to do beyond the loss.
+
+    Attributes:
+        loss_only: keep no predictions.
+        ignore_keys: entries of the outputs to leave out.
+        everywhere: give the predictions to all ranks, not only to rank 0.
+        round_by_round: call compute_metrics on each round of batches.
+    """
+
+    loss_only: bool
+    ignore_keys: list[str] | None
+    everywhere: bool
+    round_by_round: bool
+
+
 @dataclass
 class Part:
     """What this rank has seen so far.
@@ -63,25 +82,27 @@ class Part:
     Attributes:
         loss_sum, items: for the mean loss; items is 0 if the model gives no loss.
         samples: how many.
-        waiting: (predictions, labels) of batches that are on the device still.
+        waiting: of batches that are on the device still.
         arrays: the same of earlier batches, as NumPy arrays.
+        metrics: what compute_metrics said last, where it is called round by round.
     """
 
     loss_sum: float = 0.0
     items: int = 0
     samples: int = 0
-    waiting: list[tuple[Any, Any]] = field(default_factory=list)
-    arrays: list[tuple[Any, Any]] = field(default_factory=list)
+    waiting: list[Batch] = field(default_factory=list)
+    arrays: list[Batch] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def move_to_cpu(self) -> None:
         """Turn what is on the device into arrays."""
-        self.arrays += [(to_arrays(predictions), to_arrays(labels)) for predictions, labels in self.waiting]
+        self.arrays += [batch_to_arrays(batch) for batch in self.waiting]
         self.waiting.clear()
 
 
 def evaluate(
     trainer: Trainer,
-    loader: DataLoader[Any],
+    loader: Any,
     loss_only: bool,
     ignore_keys: list[str] | None,
     prefix: str,
@@ -101,16 +122,18 @@ def evaluate(
         metrics and num_samples on every rank; predictions on rank 0, or everywhere.
     """
     started = time.perf_counter()
-    trainer.model.eval()
-    part = _run_part(trainer, loader, loss_only, ignore_keys)
+    rounds = trainer.args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
+    wishes = Wishes(loss_only, ignore_keys, everywhere, rounds)
+    _switch_to_evaluation(trainer)
+    with half_precision_weights(trainer.model, _full_eval_dtype(trainer)):
+        part = _run_part(trainer, loader, wishes)
     loss, samples = _sum_over_ranks(trainer, part)
-    predictions, labels = (None, None) if loss_only else _join_parts(part, everywhere)
+    kept = _kept(trainer, loader, part, wishes)
     metrics = {} if loss is None else {f"{prefix}_loss": loss}
-    metrics |= _user_metrics(trainer, predictions, labels, prefix, loss_only)
-    seconds = time.perf_counter() - started
-    metrics[f"{prefix}_runtime"] = round(seconds, 4)
-    metrics[f"{prefix}_samples_per_second"] = round(samples / seconds, 3)
-    return EvalLoopOutput(predictions, labels, metrics, samples)
+    found = part.metrics if rounds else _user_metrics(trainer, kept, loss_only)
+    metrics |= {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": found[name] for name in found}
+    metrics |= _speed(trainer, prefix, time.perf_counter() - started, samples)
+    return EvalLoopOutput(kept.predictions, kept.labels, metrics, samples)
 
 
 def predict_batch(
@@ -129,9 +152,7 @@ def predict_batch(
     loss = None
     with torch.no_grad(), trainer.compute_loss_context_manager():
         if labels is not None or not isinstance(inputs, Mapping):
-            extra = _num_items(trainer, inputs)
-            loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, **extra)
-            loss = loss.detach().mean()
+            loss, outputs = _loss_and_outputs(trainer, model, inputs)
         else:
             outputs = model(**inputs)
     if loss_only:
@@ -139,56 +160,100 @@ def predict_batch(
     return loss, _predictions(outputs, ignore_keys, loss is not None), labels
 
 
-def to_arrays(value: Any) -> Any:
-    """Nested tensors as NumPy arrays; bfloat16 becomes float32."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
-    if isinstance(value, Mapping):
-        return {name: to_arrays(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return tuple(to_arrays(each) for each in value)
-    return value
+def _switch_to_evaluation(trainer: Trainer) -> None:
+    trainer.model.eval()
+    if hasattr(trainer.optimizer, "eval"):  # an optimizer without schedule has modes of its own
+        trainer.optimizer.eval()
 
 
-def join(values: list[Any]) -> Any:
-    """Concatenate nested arrays of consecutive batches; sequences of other lengths are padded with -100."""
-    first = values[0]
-    if isinstance(first, Mapping):
-        return {name: join([value[name] for value in values]) for name in first}
-    if isinstance(first, tuple):
-        return tuple(join(list(each)) for each in zip(*values, strict=True))
-    if not isinstance(first, np.ndarray):
-        return first
-    rows = [np.atleast_1d(value) for value in values]
-    longest = [max(sizes) for sizes in zip(*(row.shape[1:] for row in rows), strict=True)]
-    return np.concatenate([_padded(row, longest) for row in rows])
+def _full_eval_dtype(trainer: Trainer) -> torch.dtype | None:
+    """The precision that weights are evaluated in outside training, if it is another one."""
+    if trainer.is_in_train:
+        return None
+    if trainer.args.bf16_full_eval:
+        return torch.bfloat16
+    return torch.float16 if trainer.args.fp16_full_eval else None
 
 
-def _run_part(
-    trainer: Trainer, loader: DataLoader[Any], loss_only: bool, ignore_keys: list[str] | None
-) -> Part:
+def _run_part(trainer: Trainer, loader: Any, wishes: Wishes) -> Part:
     part, every = Part(), trainer.args.eval_accumulation_steps
     trainer.callback_handler.eval_dataloader = loader
-    batches = loader.batch_sampler
-    assert isinstance(batches, EvalBatches)
-    for number, (indices, inputs) in enumerate(zip(batches, loader, strict=True), start=1):
-        items = int(count_items(inputs, len(indices), trainer.model_shifts_labels))
-        usable = inputs if items else with_countable_labels(inputs)
-        loss, predictions, labels = trainer.prediction_step(trainer.model, usable, loss_only, ignore_keys)
-        if loss is not None and items:
-            part.loss_sum += float(loss) * items
-            part.items += items
-        part.samples += len(indices)
-        if predictions is not None and trainer.preprocess_logits_for_metrics is not None:
-            predictions = trainer.preprocess_logits_for_metrics(predictions, labels)
-        if not loss_only:
-            part.waiting.append((predictions, labels if items else _labels(trainer, inputs)))
-        if every and number % every == 0:
-            part.move_to_cpu()
-        trainer.fire("on_prediction_step")
+    batches = _sized_batches(loader)
+    upcoming = next(batches, None)
+    number = 0
+    while upcoming is not None or wishes.round_by_round:
+        if upcoming is not None:
+            number += 1
+            _run_batch(trainer, part, wishes, *upcoming)
+            if every and number % every == 0:
+                part.move_to_cpu()
+            trainer.fire("on_prediction_step")
+        upcoming = next(batches, None)
+        if wishes.round_by_round and not _meet(trainer, part, wishes, more=upcoming is not None):
+            break
     part.move_to_cpu()
     return part
+
+
+def _sized_batches(loader: Any) -> Iterator[tuple[Any, int]]:
+    """Each batch of the loader, and how many samples it has."""
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, EvalBatches):
+        yield from ((inputs, len(indices)) for indices, inputs in zip(batches, loader, strict=True))
+        return
+    for loaded in loader:
+        yield loaded if isinstance(loaded, Loaded) else (loaded, batch_size_of(loaded))
+
+
+def _run_batch(trainer: Trainer, part: Part, wishes: Wishes, inputs: Any, samples: int) -> None:
+    items = int(count_items(inputs, samples, trainer.model_shifts_labels))
+    usable = inputs if items else with_countable_labels(inputs)
+    main_input = _main_input(trainer, inputs)
+    loss, predictions, labels = trainer.prediction_step(
+        trainer.model, usable, wishes.loss_only, wishes.ignore_keys
+    )
+    if loss is not None and items:
+        part.loss_sum += float(loss) * items
+        part.items += items
+    part.samples += samples
+    if wishes.loss_only:
+        return
+    if predictions is not None and trainer.preprocess_logits_for_metrics is not None:
+        predictions = trainer.preprocess_logits_for_metrics(predictions, labels)
+    wants_loss = loss is not None and "loss" in trainer.args.include_for_metrics
+    losses = np.full(samples, float(loss)) if wants_loss else None  # type: ignore[arg-type]
+    part.waiting.append(Batch(predictions, labels if items else _labels(trainer, inputs), main_input, losses))
+
+
+def _main_input(trainer: Trainer, inputs: Any) -> Any:
+    """The model's main input, if compute_metrics is to have it."""
+    if "inputs" not in trainer.args.include_for_metrics or not isinstance(inputs, Mapping):
+        return None
+    return inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
+
+
+def _meet(trainer: Trainer, part: Part, wishes: Wishes, more: bool) -> bool:
+    """Give compute_metrics the latest batch of every rank; returns whether any rank has more."""
+    flag = torch.tensor(int(more), dtype=torch.int32, device=trainer.args.device)
+    any_more = bool(trainer.collectives.max(flag, "evaluating batch by batch"))
+    latest = [batch_to_arrays(batch) for batch in part.waiting[-1:]] or part.arrays[-1:]
+    of_all = gather_batches(latest, everywhere=False, interleaved=False)
+    together = Batch(*(to_tensors(each) for each in joined(of_all)))
+    part.metrics = _call_on_rank_zero(trainer, together, compute_result=not any_more)
+    if not wishes.everywhere:
+        part.waiting.clear()
+        part.arrays.clear()
+    return any_more
+
+
+def _kept(trainer: Trainer, loader: Any, part: Part, wishes: Wishes) -> Batch:
+    """Predictions and all of the whole data set in its order, where they are wanted."""
+    if wishes.loss_only or (wishes.round_by_round and not wishes.everywhere):
+        return Batch(None, None, None, None)
+    stream = getattr(loader, "dataset", None)
+    interleaved = isinstance(stream, Stream) and stream.dealing.world_size > 1
+    batches = gather_batches(part.arrays, wishes.everywhere, interleaved)
+    return joined(batches, trainer.args.eval_do_concat_batches)
 
 
 def _sum_over_ranks(trainer: Trainer, part: Part) -> tuple[float | None, int]:
@@ -201,36 +266,45 @@ def _sum_over_ranks(trainer: Trainer, part: Part) -> tuple[float | None, int]:
     return (loss_sum / items if items else None), int(samples)
 
 
-def _join_parts(part: Part, everywhere: bool) -> tuple[Any, Any]:
-    """Predictions and labels of the whole data set in its order, on rank 0 or on all ranks."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    if everywhere:
-        dist.all_gather_object(parts, part.arrays)
-    else:
-        dist.gather_object(part.arrays, parts if dist.get_rank() == 0 else None)
-    batches = [batch for arrays in parts if arrays is not None for batch in arrays]
-    if not batches:
-        return None, None
-    predictions, labels = zip(*batches, strict=True)
-    return join(list(predictions)), join(list(labels))
-
-
-def _user_metrics(
-    trainer: Trainer, predictions: Any, labels: Any, prefix: str, loss_only: bool
-) -> dict[str, float]:
+def _user_metrics(trainer: Trainer, kept: Batch, loss_only: bool) -> dict[str, float]:
     """compute_metrics of rank 0, given to all."""
     if trainer.compute_metrics is None or loss_only:
         return {}
+    return _call_on_rank_zero(trainer, kept)
+
+
+def _call_on_rank_zero(trainer: Trainer, batch: Batch, **extra: Any) -> dict[str, float]:
     compute = trainer.compute_metrics
+    assert compute is not None
 
     def on_rank_zero() -> dict[str, float]:
-        if predictions is None or labels is None:
+        if batch.predictions is None or batch.labels is None:
             return {}
-        return {name: _plain(value) for name, value in compute(EvalPrediction(predictions, labels)).items()}
+        found = compute(EvalPrediction(*batch), **extra) or {}
+        return {name: _plain(value) for name, value in found.items()}
 
-    metrics = Turns().on_rank_zero(on_rank_zero, "compute_metrics")
-    start = f"{prefix}_"
-    return {name if name.startswith(start) else start + name: value for name, value in metrics.items()}
+    return Turns().on_rank_zero(on_rank_zero, "compute_metrics")
+
+
+def _speed(trainer: Trainer, prefix: str, seconds: float, samples: int) -> dict[str, float]:
+    rounds = math.ceil(samples / (trainer.args.eval_batch_size * trainer.args.world_size))
+    return {
+        f"{prefix}_runtime": round(seconds, 4),
+        f"{prefix}_samples_per_second": round(samples / seconds, 3),
+        f"{prefix}_steps_per_second": round(rounds / seconds, 3),
+    }
+
+
+def _loss_and_outputs(trainer: Trainer, model: Any, inputs: Any) -> tuple[Tensor, Any]:
+    """The mean loss of a batch that is a whole step by itself, and the model's outputs."""
+    items = count_items(inputs, batch_size_of(inputs), trainer.model_shifts_labels)
+    takes_total, device = trainer.loss_takes_total, trainer.args.device
+    trainer.weighing = Weighing(items, items, 1, trainer.args.world_size, takes_total, device)
+    extra = {} if trainer.weighing.count is None else {"num_items_in_batch": trainer.weighing.count}
+    loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, **extra)
+    if trainer.weighing.times_ranks:
+        loss = loss / trainer.args.world_size
+    return loss.detach().mean(), outputs
 
 
 def _labels(trainer: Trainer, inputs: Any) -> Any:
@@ -243,14 +317,6 @@ def _labels(trainer: Trainer, inputs: Any) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-def _num_items(trainer: Trainer, inputs: Any) -> dict[str, int | Tensor]:
-    """The batch's own count for models that divide by it: an evaluation batch's loss is its mean."""
-    if not trainer.loss_takes_total:
-        return {}
-    samples = next((len(each) for each in inputs.values() if isinstance(each, Tensor) and each.dim()), 1)
-    return {"num_items_in_batch": count_items(inputs, samples, trainer.model_shifts_labels)}
-
-
 def _predictions(outputs: Any, ignore_keys: list[str], with_loss: bool) -> Any:
     if isinstance(outputs, Mapping):
         kept = tuple(value for name, value in outputs.items() if name not in [*ignore_keys, "loss"])
@@ -259,11 +325,6 @@ def _predictions(outputs: Any, ignore_keys: list[str], with_loss: bool) -> Any:
     else:
         return outputs
     return kept[0] if len(kept) == 1 else kept
-
-
-def _padded(array: np.ndarray[Any, Any], sizes: list[int]) -> np.ndarray[Any, Any]:
-    widths = [(0, 0)] + [(0, size - own) for size, own in zip(sizes, array.shape[1:], strict=True)]
-    return np.pad(array, widths, constant_values=PADDING) if any(width[1] for width in widths) else array
 
 
 def _plain(value: Any) -> Any:

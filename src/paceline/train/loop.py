@@ -6,6 +6,7 @@
         on_epoch_begin
         for each step of the epoch:
             on_step_begin
+            get_batch_samples
             for each micro-batch:                   step.py
                 forward, backward
                 on_substep_end                      but not after the last
@@ -25,19 +26,26 @@ about it (`TrainerControl.agree`).
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from paceline.errors import ArgumentError
 from paceline.train import checkpoints
+from paceline.train.feeds import StepData
+from paceline.train.neftune import noisy_embeddings
 from paceline.train.randomness import derive_seed, seed_again
 from paceline.train.run import Run, prepare
-from paceline.train.step import MicroBatch, StepOutcome, run_step
+from paceline.train.step import StepOutcome, run_step
+from paceline.train.tokens import count_tokens
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 class TrainOutput(NamedTuple):
@@ -54,10 +62,11 @@ def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | 
     started = time.perf_counter()
     trainer.fire("on_train_begin")
     if trainer.args.eval_on_start:
-        _evaluate(run)
+        _evaluate(run, moves_schedule=False)
     _agree(trainer)
-    while not _is_over(run):
-        _run_epoch(run)
+    with noisy_embeddings(trainer.model, trainer.args.neftune_noise_alpha):
+        while not _is_over(run):
+            _run_epoch(run)
     return _finish(run, time.perf_counter() - started)
 
 
@@ -73,41 +82,54 @@ def _run_epoch(run: Run) -> None:
     """The rest of the epoch that the run stands in."""
     trainer = run.trainer
     trainer.control.should_epoch_stop = False
-    run.batches.start_at(run.epoch, run.step)
+    run.feed.start_at(run.epoch, run.step)
+    began_at = run.step
     trainer.fire("on_epoch_begin")
-    loaded = iter(run.loader)
-    while run.step < run.plan.steps:
-        _run_one_step(run, loaded)
-        if trainer.control.should_epoch_stop or _is_over(run):
+    ended = False
+    while not ended:
+        data = run.feed.next_step()
+        if data is None:
             break
-    if run.step == run.plan.steps or trainer.control.should_epoch_stop:
-        run.epoch, run.step = run.epoch + 1, 0
+        _run_one_step(run, data)
+        ended = trainer.control.should_epoch_stop or _is_over(run)
+    if not ended or trainer.control.should_epoch_stop or run.step == run.feed.steps:
+        _note_end_of_epoch(run, began_at)
     trainer.fire("on_epoch_end")
     _log_evaluate_save(run)
 
 
-def _run_one_step(run: Run, loaded: Iterator[Any]) -> None:
+def _note_end_of_epoch(run: Run, began_at: int) -> None:
+    """The next epoch is next; an epoch without any step means that a stream has dried up."""
+    if run.step == 0 and run.trainer.state.global_step == 0:
+        raise ArgumentError("there is nothing to train on: the training data gave no sample on any rank")
+    if run.step == began_at == 0:
+        logger.warning(
+            "the training data gave no sample in epoch %d, so training ends after step %d of %d",
+            run.epoch,
+            run.trainer.state.global_step,
+            run.trainer.state.max_steps,
+        )
+        run.trainer.control.should_training_stop = True
+    run.epoch, run.step = run.epoch + 1, 0
+
+
+def _run_one_step(run: Run, data: StepData) -> None:
     trainer, state, control = run.trainer, run.trainer.state, run.trainer.control
     control.should_log = control.should_evaluate = control.should_save = False
-    micro_batches, samples = _fetch(run, loaded), run.plan.step_size(run.step)
     seed_again(derive_seed("step", trainer.args.seed, state.global_step, trainer.args.process_index))
+    tokens = count_tokens(trainer, data)
     trainer.fire("on_step_begin")
-    outcome = run_step(trainer, micro_batches, samples)
+    outcome = run_step(trainer, data)
     run.meter.add(outcome.loss)
     run.step += 1
-    run.samples += samples
+    run.samples += data.samples
+    run.tokens += tokens
+    state.num_input_tokens_seen += tokens
     state.global_step += 1
-    state.epoch = run.epoch + run.step / run.plan.steps
+    state.epoch = run.epoch + run.step / run.feed.steps
     _empty_cache_if_due(trainer)
     trainer.fire("on_step_end")
     _log_evaluate_save(run, outcome)
-
-
-def _fetch(run: Run, loaded: Iterator[Any]) -> list[MicroBatch]:
-    """This rank's micro-batches of the next step."""
-    micro_batches = range(run.plan.micro_batches(run.step))
-    shares = [run.plan.share(run.step, micro, run.batches.rank) for micro in micro_batches]
-    return [MicroBatch(next(loaded), len(share)) for share in shares]
 
 
 def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
@@ -133,17 +155,19 @@ def _agree(trainer: Trainer) -> None:
 
 def _log(run: Run, outcome: StepOutcome | None) -> None:
     logs: dict[str, float] = {"loss": run.meter.drain()}
-    if outcome is not None and outcome.grad_norm is not None:
+    if outcome is not None:
         logs["grad_norm"] = float(outcome.grad_norm)
     logs["learning_rate"] = outcome.learning_rate if outcome else run.trainer.learning_rate
     run.trainer.control.should_log = False
     run.trainer.log(logs)
 
 
-def _evaluate(run: Run) -> None:
+def _evaluate(run: Run, moves_schedule: bool = True) -> None:
     trainer = run.trainer
     trainer.control.should_evaluate = False
     metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
+    if moves_schedule and isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
+        trainer.lr_scheduler.step(checkpoints.metric_of(trainer.args, metrics))
     is_best = checkpoints.note_best(trainer, metrics)
     if trainer.args.save_strategy == "best":
         trainer.control.should_save |= is_best
@@ -171,8 +195,11 @@ def _finish(run: Run, seconds: float) -> TrainOutput:
 def _speed(run: Run, seconds: float) -> dict[str, float]:
     """Speed of this call: steps that an earlier run had done do not count."""
     steps = run.trainer.state.global_step - run.first_step
-    return {
+    speed = {
         "train_runtime": round(seconds, 4),
         "train_samples_per_second": round(run.samples / seconds, 3),
         "train_steps_per_second": round(steps / seconds, 3),
     }
+    if run.tokens:
+        speed["train_tokens_per_second"] = round(run.tokens / seconds, 3)
+    return speed

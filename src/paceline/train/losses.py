@@ -9,19 +9,23 @@ loss is weighted before its backward:
     loss is a sum / num_items_in_batch      world size
 
 The second is for models (and compute_loss_func) that take ``num_items_in_batch``, by that
-name. A head that swallows it in ``**kwargs`` may or may not use it, so such heads are not
-given it; their own mean, weighted, is right in both cases.
+name, and for an overridden compute_loss that computes with it (weighing.py). A head that
+swallows it in ``**kwargs`` may or may not use it, so such heads are not given it; their own mean,
+weighted, is right in both cases.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 
 from paceline.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from paceline.train.trainer import Trainer
 
 IGNORED = -100
 
@@ -124,6 +128,23 @@ def loss_and_outputs(
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
     outputs = call_model(model, inputs)
     return loss_func(outputs, labels, **extra), outputs
+
+
+def loss_func_for(trainer: Trainer, inputs: Any) -> tuple[Callable[..., Tensor] | None, Any]:
+    """The function that computes the loss instead of the model, if any, and the inputs to go with it.
+
+    Label smoothing needs labels. The decoder of an encoder-decoder model needs them too, unless the
+    collator has made its inputs of them.
+    """
+    smoother = trainer.label_smoother
+    if trainer.compute_loss_func is not None or smoother is None:
+        return trainer.compute_loss_func, inputs
+    if not isinstance(inputs, Mapping) or "labels" not in inputs:
+        return None, inputs
+    shift_right: Any = getattr(trainer.model, "prepare_decoder_input_ids_from_labels", None)
+    if shift_right is not None and "decoder_input_ids" not in inputs:
+        inputs = {**inputs, "decoder_input_ids": shift_right(labels=inputs["labels"])}
+    return (lambda outputs, labels, **extra: smoother(outputs, labels)), inputs
 
 
 def loss_of(outputs: Any) -> Tensor:

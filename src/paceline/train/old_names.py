@@ -88,13 +88,17 @@ class TakesOldNames(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance; see the module's text."""
-        return super().__call__(*args, **translated(kwargs, inspect.signature(cls.__init__).parameters))
+        return super().__call__(*args, **translated(kwargs, _signature_of_init(cls).parameters))
 
     @property
     def __signature__(cls) -> inspect.Signature:
         """That of ``__init__``, for those who ask the class."""
-        signature = inspect.signature(cls.__init__)
+        signature = _signature_of_init(cls)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _signature_of_init(cls: Any) -> inspect.Signature:
+    return inspect.signature(cls.__init__)
 
 
 def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,11 +127,15 @@ def _take(result: dict[str, Any], name: str, old: Renamed, value: Any) -> None:
     if old.new == "warmup_steps" and result.get("warmup_steps"):
         return  # warm-up steps took precedence over the ratio
     if result.get(old.new, new_value) != new_value:
-        raise ArgumentError(f"{name}={value!r} and {old.new}={result[old.new]!r} contradict; leave {name} out")
+        raise ArgumentError(
+            f"{name}={value!r} and {old.new}={result[old.new]!r} contradict; leave {name} out"
+        )
     result[old.new] = new_value
 
 
 def _warn_or_raise(name: str, old: Dropped, value: Any) -> None:
     if value != old.default and value not in old.harmless:
         raise ArgumentError(f"{name}={value!r} is not supported by paceline: {old.instead}")
-    warnings.warn(f"{name} is no longer a field and can be left out: {old.instead}", FutureWarning, stacklevel=4)
+    warnings.warn(
+        f"{name} is no longer a field and can be left out: {old.instead}", FutureWarning, stacklevel=4
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ArgumentError
+from paceline.optim.adafactor import Adafactor
 
 if TYPE_CHECKING:
     from paceline.train.arguments import TrainingArguments
@@ -54,6 +55,7 @@ def optimizer_class(args: TrainingArguments) -> tuple[type[torch.optim.Optimizer
         "sgd": (torch.optim.SGD, {}),
         "adagrad": (torch.optim.Adagrad, {}),
         "rmsprop": (torch.optim.RMSprop, {}),
+        "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
     }
     chosen, settings = classes[args.optim]
     return chosen, {"lr": args.learning_rate, **settings, **_parse(args.optim_args)}

@@ -10,8 +10,13 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from paceline.environment import set_variables
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -45,3 +50,65 @@ def _seed_libraries(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
+
+
+class OwnGenerators:
+    """The CPU's generators as one source of samples sees them, apart from everyone else's.
+
+    A stream that shuffles or augments draws from them wherever and whenever it is read: the same
+    numbers on every rank and in every worker.
+
+    Args:
+        seed: what they start from.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """A block that draws from these generators; the outer ones are as before afterwards."""
+        outside = _states()
+        if self._states is None:
+            _seed_libraries(self._seed)
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            _restore(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _restore(outside)
+
+
+@contextmanager
+def isolated(seed: int) -> Iterator[None]:
+    """A block that draws from CPU generators seeded with `seed`; the outer ones are as before afterwards."""
+    with OwnGenerators(seed).in_place():
+        yield
+
+
+def be_deterministic() -> None:
+    """Let torch use deterministic kernels only, on this process; an operation that has none raises."""
+    set_variables({"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return (
+        random.getstate(),
+        torch.default_generator.get_state(),
+        numpy.random.get_state() if numpy is not None else None,
+    )
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    of_python, of_torch, of_numpy = states
+    random.setstate(of_python)
+    torch.default_generator.set_state(of_torch)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)

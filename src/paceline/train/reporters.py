@@ -42,13 +42,13 @@ def check_installed(names: list[str]) -> None:
     for name in names:
         if name not in MODULES:
             raise ArgumentError(
-                f"report_to={name!r} is not supported by paceline: it may be {', '.join(MODULES)}, all or none; "
-                f"add a callback with on_log to send logs elsewhere"
+                f"report_to={name!r} is not supported by paceline: it may be {', '.join(MODULES)}, all or "
+                f"none; add a callback with on_log to send logs elsewhere"
             )
         if not _installed(name):
             raise ArgumentError(
-                f"report_to={name!r}, but {MODULES[name]} is not installed; run `pip install {MODULES[name]}`, or "
-                f"write report_to='none'"
+                f"report_to={name!r}, but {MODULES[name]} is not installed; run "
+                f"`pip install {MODULES[name]}`, or write report_to='none'"
             )
 
 
@@ -108,7 +108,7 @@ class TensorBoardCallback(Reporter):
         folder = tensorboard_folder() or Path(args.output_dir, "runs", f"{datetime.now():%b%d_%H-%M-%S}")
         self.writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
         self.writer.add_text("args", args.to_json_string())
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if hasattr(config, "to_json_string"):
             self.writer.add_text("model_config", config.to_json_string())
 
@@ -198,6 +198,6 @@ def _installed(name: str) -> bool:
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     found: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     return found

@@ -21,7 +21,7 @@ import torch
 from paceline.environment import rank_place
 from paceline.errors import ArgumentError
 from paceline.train import reporters
-from paceline.train.accelerator_config import check_config, read_config
+from paceline.train.accelerator_config import AcceleratorConfig, check_config, read_config
 
 if TYPE_CHECKING:
     from paceline.train.arguments import TrainingArguments
@@ -131,9 +131,16 @@ def _normalise_compilation(args: TrainingArguments) -> None:
 
 
 def _normalise_accelerator_config(args: TrainingArguments) -> None:
-    args.accelerator_config = read_config(args.accelerator_config)
-    check_config(args.accelerator_config, args.gradient_accumulation_steps)
-    args.gradient_accumulation_steps = args.accelerator_config.num_steps or args.gradient_accumulation_steps
+    config: Any = read_config(args.accelerator_config)
+    check_config(config, args.gradient_accumulation_steps)
+    args.accelerator_config = config
+    args.gradient_accumulation_steps = config.num_steps or args.gradient_accumulation_steps
+
+
+def config_of(args: TrainingArguments) -> AcceleratorConfig:
+    """``accelerator_config`` as the object that `normalise` made it."""
+    config: Any = args.accelerator_config
+    return config or AcceleratorConfig()
 
 
 def _normalise_evaluation(args: TrainingArguments) -> None:
@@ -184,7 +191,8 @@ def check_fields(args: TrainingArguments, names: Iterable[str]) -> None:
     unknown = set(args.include_for_metrics) - set(MORE_FOR_METRICS)
     if unknown:
         raise ArgumentError(
-            f"include_for_metrics={args.include_for_metrics!r}, but it may hold {' and '.join(MORE_FOR_METRICS)}"
+            f"include_for_metrics={args.include_for_metrics!r}, but it may hold "
+            f"{' and '.join(MORE_FOR_METRICS)}"
         )
     if "report_to" in names:
         reporters.check_installed(list(args.report_to or []))
@@ -270,9 +278,7 @@ def _check_place(args: TrainingArguments) -> None:
 
 def own_batch(args: TrainingArguments, size: int) -> int:
     """Samples of one rank's batch where `size` is what a per_device field says."""
-    assert not isinstance(args.accelerator_config, (dict, str))  # normalise() made it an object
-    split = args.accelerator_config is not None and args.accelerator_config.split_batches
-    return size // args.world_size if split else size
+    return size // args.world_size if config_of(args).split_batches else size
 
 
 def check_batch_split(args: TrainingArguments) -> None:
@@ -281,14 +287,13 @@ def check_batch_split(args: TrainingArguments) -> None:
     Raises:
         ArgumentError: naming the field.
     """
-    assert not isinstance(args.accelerator_config, (dict, str))  # normalise() made it an object
-    if args.accelerator_config is None or not args.accelerator_config.split_batches:
+    if not config_of(args).split_batches:
         return
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         if getattr(args, name) % args.world_size:
             raise ArgumentError(
-                f"accelerator_config: split_batches=True needs {name} to be a multiple of the {args.world_size} "
-                f"ranks, but it is {getattr(args, name)}"
+                f"accelerator_config: split_batches=True needs {name} to be a multiple of the "
+                f"{args.world_size} ranks, but it is {getattr(args, name)}"
             )
 
 

@@ -15,12 +15,10 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.train import checkpoints, setup
 from paceline.train.collectives import Collectives
-from paceline.train.data import EpochPlan, StepBatches, redeal
+from paceline.train.feeds import Feed, feed_of
 from paceline.train.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
     from paceline.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -68,42 +66,39 @@ class Run:
 
     Attributes:
         trainer: whose run it is.
-        loader: of this rank's micro-batches.
-        batches: the loader's batch sampler, which knows the plan.
+        feed: gives the steps' micro-batches.
         meter: of losses.
         ignore_keys: entries of the outputs that evaluations leave out.
         first_step: global_step at which this call began.
         epoch, step: the place in the data: the next step to take is step `step` of epoch `epoch`.
         samples: samples that this call has trained on, over all ranks.
+        tokens: input tokens that this call has trained on, over all ranks, if they are counted.
     """
 
     trainer: Trainer
-    loader: DataLoader[Any]
-    batches: StepBatches
+    feed: Feed
     meter: LossMeter
     ignore_keys: list[str] | None
     first_step: int = 0
     epoch: int = 0
     step: int = 0
     samples: int = 0
-
-    @property
-    def plan(self) -> EpochPlan:
-        """How an epoch is dealt out."""
-        return self.batches.plan
+    tokens: int = 0
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the state for losses and place in the data to go on."""
         cut_short = self.step > 0 and self.trainer.control.should_epoch_stop
         epoch, step = (self.epoch + 1, 0) if cut_short else (self.epoch, self.step)
+        scaler = self.trainer.accelerator.scaler
         return {
-            "global_batch": self.plan.global_size,
-            "epoch_samples": self.plan.num_samples,
+            "global_batch": self.feed.global_size,
+            "epoch_samples": self.feed.num_samples,
             "epoch": epoch,
             "step": step,
             "loss_before_log": self.meter.before_log,
             "loss_since_log": self.meter.mean_over_ranks(),
             "steps_since_log": self.meter.steps_since_log,
+            "loss_scale": scaler.state_dict() if scaler is not None else None,
         }
 
 
@@ -128,18 +123,16 @@ def prepare(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] 
 
 
 def _with_data(trainer: Trainer, ignore_keys: list[str] | None) -> Run:
-    loader = redeal(trainer.get_train_dataloader(), trainer.args)
-    batches = loader.batch_sampler
-    assert isinstance(batches, StepBatches)
+    feed = feed_of(trainer.get_train_dataloader(), trainer.args, trainer.collectives)
     skip_bad = trainer.args.logging_nan_inf_filter
     meter = LossMeter(trainer.collectives, trainer.args.device, skip_bad)
-    return Run(trainer, loader, batches, meter, ignore_keys)
+    return Run(trainer, feed, meter, ignore_keys)
 
 
 def _max_steps(run: Run) -> int:
     """Steps of the whole run."""
     args = run.trainer.args
-    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * run.plan.steps)
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * run.feed.steps)
 
 
 def _make_optimizer_and_schedule(trainer: Trainer, max_steps: int) -> None:
@@ -156,8 +149,8 @@ def _start_state(run: Run, max_steps: int) -> None:
     trainer.state, trainer.control = setup.fresh_state(trainer.args), TrainerControl()
     trainer.state.compute_steps(trainer.args, max_steps)
     trainer.state.max_steps = max_steps
-    trainer.state.num_train_epochs = math.ceil(max_steps / run.plan.steps)
-    handler.model, handler.train_dataloader = trainer.model, run.loader
+    trainer.state.num_train_epochs = math.ceil(max_steps / run.feed.steps)
+    handler.model, handler.train_dataloader = trainer.model, run.feed.loader
     handler.optimizer, handler.lr_scheduler = trainer.optimizer, trainer.lr_scheduler
 
 
@@ -165,28 +158,40 @@ def _resume(run: Run, folder: Path) -> None:
     saved, progress = checkpoints.load_progress(run.trainer, folder)
     _adopt(run.trainer.state, saved)
     if not progress:  # another tool wrote the checkpoint
-        run.epoch, run.step = divmod(saved.global_step, run.plan.steps)
-        return
-    _check_same_steps(run, progress, folder)
-    run.epoch, run.step = progress["epoch"], progress["step"]
-    run.meter.before_log = progress["loss_before_log"]
-    run.meter.since_log.fill_(progress["loss_since_log"])
-    run.meter.steps_since_log = progress["steps_since_log"]
+        run.epoch, run.step = divmod(saved.global_step, run.feed.steps)
+    else:
+        _check_same_steps(run, progress, folder)
+        run.epoch, run.step = progress["epoch"], progress["step"]
+        run.meter.before_log = progress["loss_before_log"]
+        run.meter.since_log.fill_(progress["loss_since_log"])
+        run.meter.steps_since_log = progress["steps_since_log"]
+        _resume_scale(run.trainer, progress.get("loss_scale"))
+    if run.trainer.args.ignore_data_skip:
+        run.step = 0
+
+
+def _resume_scale(trainer: Trainer, state: dict[str, Any] | None) -> None:
+    if trainer.accelerator.scaler is not None and state is not None:
+        trainer.accelerator.scaler.load_state_dict(state)
 
 
 def _check_same_steps(run: Run, progress: dict[str, Any], folder: Path) -> None:
     """A step must be the same samples as before, or the place in the data means nothing."""
-    plan = run.plan
-    if progress["global_batch"] != plan.global_size:
+    feed, args = run.feed, run.trainer.args
+    if args.ignore_data_skip:
+        return
+    if progress["global_batch"] != feed.global_size:
         raise CheckpointError(
             f"{folder} was made with a global batch of {progress['global_batch']} samples, but now it is "
-            f"{plan.global_size} = per_device_train_batch_size {plan.per_rank} x {plan.world_size} ranks x "
-            f"gradient_accumulation_steps {plan.accumulation}; choose them so that the product stays the same"
+            f"{feed.global_size} = per_device_train_batch_size {args.train_batch_size} x {args.world_size} "
+            f"ranks x gradient_accumulation_steps {args.gradient_accumulation_steps}; choose them so that "
+            f"the product stays the same, or set ignore_data_skip=True"
         )
-    if progress["epoch_samples"] != plan.num_samples:
+    if progress["epoch_samples"] != feed.num_samples:
         raise CheckpointError(
             f"{folder} was made with a training set of {progress['epoch_samples']} samples, but now it has "
-            f"{plan.num_samples}; give the same data, or start a new run from the checkpoint's weights"
+            f"{feed.num_samples}; give the same data, set ignore_data_skip=True, or start a new run from the "
+            f"checkpoint's weights"
         )
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from paceline.errors import ArgumentError
-from paceline.train.data import EpochOrder, even_part
+from paceline.train.orders import EpochOrder, even_part
 
 
 class DistributedSampler(Sampler[int]):

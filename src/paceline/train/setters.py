@@ -165,7 +165,10 @@ class GroupSetters:
     ) -> Arguments:
         """How the learning rate changes; `warmup_steps` below 1 is a share of all steps."""
         return self._set(
-            lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, warmup_steps=warmup_steps
+            lr_scheduler_type=name,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            warmup_steps=warmup_steps,
         )
 
     def set_dataloader(

@@ -64,10 +64,16 @@ def enable_gradient_checkpointing(model: nn.Module, settings: Any) -> None:
     enable(**({"gradient_checkpointing_kwargs": settings} if settings else {}))
 
 
+def compile_model(model: nn.Module, args: TrainingArguments) -> None:
+    """Let torch.compile compile the forward, in place, so that names and state stay what they are."""
+    if getattr(model, "_compiled_call_impl", None) is None:
+        model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+
+
 def fresh_state(args: TrainingArguments) -> TrainerState:
     """The state of a run that has not begun."""
     return TrainerState(
-        train_batch_size=args.per_device_train_batch_size,
+        train_batch_size=args.train_batch_size,
         is_local_process_zero=args.local_process_index == 0,
         is_world_process_zero=args.process_index == 0,
     )

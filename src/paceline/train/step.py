@@ -1,11 +1,11 @@
 """One optimizer step, over all its micro-batches.
 
-    count the items of the step on all ranks         Collectives.sum
+    count the items of the step on all ranks         Trainer.get_batch_samples
     for each micro-batch:
         no_sync(), unless it is the last
         forward, loss * its weight, backward         Trainer.training_step
     clip                                             optim.clipping
-    optimizer.step(), schedule.step(), zero_grad
+    optimizer.step(), schedule.step(), zero_grad     unless the gradient is not finite
 
 A rank whose share of a micro-batch is empty takes part with a weight of zero.
 """
@@ -13,31 +13,21 @@ A rank whose share of a micro-batch is empty takes part with a weight of zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.optim.clipping import clip_gradient
+from paceline.optim.clipping import clip_gradient, gradient_norm
 from paceline.train import losses
+from paceline.train.data import batch_size_of
+from paceline.train.feeds import MicroBatch, StepData
+from paceline.train.weighing import Weighing
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """This rank's part of one micro-batch.
-
-    Attributes:
-        inputs: the batch as the collator made it; never empty.
-        samples: how many of its samples count: all, or none if the rank's share is empty.
-    """
-
-    inputs: Any
-    samples: int
 
 
 @dataclass(frozen=True)
@@ -46,88 +36,111 @@ class StepOutcome:
 
     Attributes:
         loss: scalar tensor; its mean over ranks is the mean loss over the step's items.
-        grad_norm: norm before clipping, the same on every rank; None if nothing is clipped.
+        grad_norm: norm of the averaged gradient before clipping, the same on every rank.
         learning_rate: of the first parameter group, in this step.
     """
 
     loss: Tensor
-    grad_norm: Tensor | None
+    grad_norm: Tensor
     learning_rate: float
 
 
-def run_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], step_samples: int) -> StepOutcome:
+def run_step(trainer: Trainer, step: StepData) -> StepOutcome:
     """Take one optimizer step.
 
     Args:
         trainer: whose wrapped model, optimizer and schedule move.
-        micro_batches: of this rank; equally many on every rank.
-        step_samples: samples of the step over all ranks and micro-batches.
+        step: what to work on.
     """
-    loss = accumulate(trainer, micro_batches, step_samples)
+    micro_batches, items = gather_batches(trainer, step)
+    loss = accumulate(trainer, micro_batches, step.samples if items is None else items)
     grad_norm = _clip(trainer)
     learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
     trainer.fire("on_pre_optimizer_step")
-    trainer.optimizer.step()
+    _move(trainer, grad_norm, loss)
     trainer.fire("on_optimizer_step")
-    trainer.lr_scheduler.step()
+    if not trainer.accelerator.optimizer_step_was_skipped and not _goes_by_metric(trainer.lr_scheduler):
+        trainer.lr_scheduler.step()
     trainer.model_wrapped.zero_grad()
     return StepOutcome(loss, grad_norm, learning_rate)
 
 
-def accumulate(trainer: Trainer, micro_batches: Sequence[MicroBatch], step_samples: int) -> Tensor:
+def gather_batches(trainer: Trainer, step: StepData) -> tuple[list[MicroBatch], int | Tensor | None]:
+    """The micro-batches as `get_batch_samples` (which may be overridden) leaves them; the items it counts."""
+    trainer.share_sizes = [each.samples for each in step.micro_batches]
+    inputs = [each.inputs for each in step.micro_batches]
+    batches, items = trainer.get_batch_samples(iter(inputs), len(inputs), trainer.args.device)
+    if len(batches) == len(inputs):
+        sizes = trainer.share_sizes
+    else:
+        sizes = [batch_size_of(batch) for batch in batches]
+    return [MicroBatch(batch, size) for batch, size in zip(batches, sizes, strict=True)], items
+
+
+def accumulate(trainer: Trainer, micro_batches: Sequence[MicroBatch], total: int | Tensor) -> Tensor:
     """Forward and backward of every micro-batch; gradients are averaged during the last backward.
+
+    Args:
+        trainer: whose wrapped model is run.
+        micro_batches: of this rank; equally many on every rank.
+        total: items of the step over all ranks and micro-batches.
 
     Returns:
         the sum of the weighted losses, a scalar tensor.
     """
-    counts = [_own_items(trainer, each) for each in micro_batches]
-    total = _step_items(trainer, counts, step_samples)
-    takes_total = trainer.loss_takes_total
+    takes_total, device = trainer.loss_takes_total, trainer.args.device
     trainer.current_gradient_accumulation_steps = len(micro_batches)
-    loss = torch.zeros((), device=trainer.args.device)
-    for number, (micro_batch, own) in enumerate(zip(micro_batches, counts, strict=True), start=1):
+    loss = torch.zeros((), device=device)
+    for number, micro_batch in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
+        own = own_items(trainer, micro_batch)
         countable = takes_total or int(own) > 0
         inputs = micro_batch.inputs if countable else losses.with_countable_labels(micro_batch.inputs)
-        trainer.loss_weight = _weight(trainer, micro_batch, own, total, takes_total)
-        with nullcontext() if last else _no_sync(trainer):
-            loss += trainer.training_step(trainer.model_wrapped, inputs, total if takes_total else None).sum()
+        trainer.weighing = Weighing(
+            own, total, micro_batch.samples, trainer.args.world_size, takes_total, device
+        )
+        with trainer.accelerator.synchronizing(last, trainer.model_wrapped):
+            part = trainer.training_step(trainer.model_wrapped, inputs, trainer.weighing.count)
+        loss += part.sum()
         if not last:
             trainer.fire("on_substep_end")
     return loss
 
 
-def _no_sync(trainer: Trainer) -> AbstractContextManager[None]:
-    """A block whose backwards leave their gradients on this rank."""
-    wrapped: Any = trainer.model_wrapped
-    blocked: AbstractContextManager[None] = wrapped.no_sync()
-    return blocked
-
-
-def _own_items(trainer: Trainer, micro_batch: MicroBatch) -> int | Tensor:
+def own_items(trainer: Trainer, micro_batch: MicroBatch) -> int | Tensor:
     """Items of this rank's part; a tensor where labels are counted, on every rank alike."""
     items = losses.count_items(micro_batch.inputs, micro_batch.samples, trainer.model_shifts_labels)
     return items if micro_batch.samples else items * 0
 
 
-def _step_items(trainer: Trainer, counts: Sequence[int | Tensor], step_samples: int) -> int | Tensor:
-    """Items of the whole step; only counted labels need a collective, samples are known from the plan."""
+def count_items_of_step(
+    trainer: Trainer, batches: Sequence[Any], device: torch.device
+) -> int | Tensor | None:
+    """Items of the step over all ranks, an int64 scalar; None where samples count, whose number is known."""
+    sizes = trainer.share_sizes
+    if len(sizes) != len(batches):
+        sizes = [batch_size_of(batch) for batch in batches]
+    counts = [own_items(trainer, MicroBatch(batch, size)) for batch, size in zip(batches, sizes, strict=True)]
     if not any(isinstance(count, Tensor) for count in counts):
-        return step_samples
-    own = torch.tensor(sum(int(count) for count in counts), device=trainer.args.device)
+        return None
+    own = torch.tensor(sum(int(count) for count in counts), device=device)
     return trainer.collectives.sum(own, "counting the items of the step").clamp(min=1)
 
 
-def _weight(
-    trainer: Trainer, micro_batch: MicroBatch, own: int | Tensor, total: int | Tensor, takes_total: bool
-) -> float | Tensor:
-    """What the loss is multiplied by; the head of losses.py says why."""
-    world_size = trainer.args.world_size
-    if takes_total:
-        return float(world_size if micro_batch.samples else 0)
-    return int(own) * world_size / total
+def _clip(trainer: Trainer) -> Tensor:
+    """The gradient's norm; the loss scale is taken out of it, and it is clipped if it is to be."""
+    trainer.accelerator.unscale_gradients(trainer.optimizer)
+    limit, parameters = trainer.args.max_grad_norm, trainer.model_wrapped.parameters()
+    return clip_gradient(parameters, limit) if limit > 0 else gradient_norm(parameters)
 
 
-def _clip(trainer: Trainer) -> Tensor | None:
-    limit = trainer.args.max_grad_norm
-    return clip_gradient(trainer.model_wrapped.parameters(), limit) if limit > 0 else None
+def _move(trainer: Trainer, grad_norm: Tensor, loss: Tensor) -> None:
+    """Let the optimizer step, unless the gradient is not finite."""
+    accelerator, step = trainer.accelerator, trainer.state.global_step + 1
+    bad = trainer.bad_steps.is_bad(grad_norm, loss, step, scaled=accelerator.scaler is not None)
+    accelerator.step(trainer.optimizer, skip=bad)
+
+
+def _goes_by_metric(schedule: Any) -> bool:
+    """Whether the schedule moves after evaluations, not after steps."""
+    return isinstance(schedule, ReduceLROnPlateau)

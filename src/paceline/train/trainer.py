@@ -2,9 +2,9 @@
 
 Each method is one or two calls away from the function that does the work:
 
-    train                loop.train -> step.run_step -> training_step -> compute_loss
+    train                batch_size.train -> loop.train -> step.run_step -> training_step -> compute_loss
     evaluate, predict    evaluation.evaluate -> prediction_step -> compute_loss
-    get_*_dataloader     data.train_loader, data.eval_loader
+    get_*_dataloader     data_points.py -> data.py, streams.py
     create_*             optimizers.py, schedule.py
     save_model           checkpoint/model_files.py
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from paceline.checkpoint.atomic import whole_files
 from paceline.checkpoint.model_files import save_model
 from paceline.engine.ddp import DistributedDataParallel
 from paceline.errors import ArgumentError
-from paceline.train import data, evaluation, loop, losses, optimizers, reports, schedule, setup
+from paceline.train import batch_size, evaluation, feeds, losses, optimizers, reports, schedule, setup
+from paceline.train.accelerator import Accelerator
 from paceline.train.arguments import TrainingArguments
 from paceline.train.callbacks import CallbackHandler, default_callbacks
 from paceline.train.collectives import Collectives
+from paceline.train.data_points import DataPoints
 from paceline.train.evaluation import EvalLoopOutput, PredictionOutput
 from paceline.train.loop import TrainOutput
-from paceline.train.randomness import seed_all
+from paceline.train.nonfinite import BadSteps
+from paceline.train.peer_names import PeerNames
+from paceline.train.randomness import be_deterministic, seed_all
+from paceline.train.reporters import callbacks_for
+from paceline.train.smoothing import smoother_for
 from paceline.train.state import TrainerControl
+from paceline.train.weighing import Weighing, alone
 
 logger = logging.getLogger(__name__)
 
 ARGUMENTS_NAME = "training_args.bin"
 
 
-class Trainer:
+class Trainer(DataPoints, PeerNames):
     """Trains and evaluates a model on all ranks.
 
     The result depends on the global batch (per_device_train_batch_size x ranks x
@@ -56,7 +63,7 @@ class Trainer:
         args: the settings; default: ``TrainingArguments("tmp_trainer")``.
         data_collator: makes a batch of a list of samples; default: stacks them, or pads them if
             `processing_class` is a tokenizer.
-        train_dataset: needs ``__len__`` and ``__getitem__``.
+        train_dataset: has ``__len__`` and ``__getitem__``, or ``__iter__`` (then set max_steps).
         eval_dataset: the same, or a dict of several by name.
         processing_class: tokenizer or processor; saved along with the model.
         model_init: makes the model anew at each call of `train`, after seeding.
@@ -77,7 +84,9 @@ class Trainer:
         state, control: where the run stands, what happens next.
         model_accepts_loss_kwargs: whether the model's forward takes num_items_in_batch; set it to
             False in a subclass whose compute_loss returns a mean.
-        loss_weight: what the current micro-batch's loss is multiplied by before backward.
+        accelerator: this rank among all, under the names of Accelerate's class.
+        weighing: of the current micro-batch: what its loss is multiplied by before backward.
+        label_smoother: computes smoothed losses, if label_smoothing_factor is set; else None.
 
     Raises:
         ArgumentError: neither or both of model and model_init are given, or args is of another class.
@@ -101,7 +110,11 @@ class Trainer:
     ) -> None:
         self.args = setup.checked_arguments(args)
         setup.set_log_level(self.args)
+        if self.args.full_determinism:
+            be_deterministic()
         seed_all(self.args.seed)
+        self.weighing: Weighing = alone(self.args.world_size)
+        self.accelerator = Accelerator(self.args, lambda: self.weighing)
         self.model_init = model_init
         self._take_model(setup.model_of(model, model_init))
         self.processing_class = processing_class
@@ -113,13 +126,15 @@ class Trainer:
         self.optimizer: Any = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         self.optimizers_given = tuple(each is not None for each in optimizers)
-        self.loss_weight: float | Tensor = 1.0
+        self.share_sizes: list[int] = []
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.is_in_train = False
         self.collectives = Collectives(lambda: f"step {self.state.global_step}")
+        self.bad_steps = BadSteps(self.collectives)
         self.state, self.control = setup.fresh_state(self.args), TrainerControl()
+        reporting = callbacks_for(list(self.args.report_to or []))
         self.callback_handler = CallbackHandler(
-            [*default_callbacks(self.args), *(callbacks or [])], self.model, processing_class
+            [*default_callbacks(self.args), *reporting, *(callbacks or [])], self.model, processing_class
         )
         self.fire("on_init_end")
 
@@ -152,7 +167,7 @@ class Trainer:
             self._take_model(self.model_init())
         self.is_in_train = True
         try:
-            return loop.train(self, resume_from_checkpoint, ignore_keys_for_eval)
+            return batch_size.train(self, resume_from_checkpoint, ignore_keys_for_eval)
         finally:
             self.is_in_train = False
 
@@ -166,15 +181,16 @@ class Trainer:
             over ranks, is the step's mean loss.
         """
         model.train()
+        if hasattr(self.optimizer, "train"):  # an optimizer without schedule has modes of its own
+            self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
         extra: dict[str, Any] = {}
         if num_items_in_batch is not None:
             extra["num_items_in_batch"] = num_items_in_batch
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, **extra)
-        weighted = loss * torch.as_tensor(self.loss_weight, dtype=loss.dtype, device=loss.device)
-        weighted.backward()
-        return weighted.detach()
+        self.accelerator.backward(loss)
+        return loss.detach() * torch.as_tensor(self.loss_weight, dtype=loss.dtype, device=loss.device)
 
     def compute_loss(
         self,
@@ -185,72 +201,34 @@ class Trainer:
     ) -> Any:
         """The loss of one batch, a scalar; with return_outputs also the model's outputs.
 
-        Override it for a loss of your own: return the mean over the batch's items. Or, if
-        model_accepts_loss_kwargs is True, the sum divided by num_items_in_batch, the items of the
-        step on all ranks.
+        Override it for a loss of your own. Return the mean over the batch's items; or, computed with
+        num_items_in_batch (the items of the step on all ranks), the sum over them divided by it. An
+        override that also multiplies by ``accelerator.num_processes``, as Hugging Face's own does,
+        is right as well.
         """
         extra = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         to_model = self.model_accepts_loss_kwargs
-        loss, outputs = losses.loss_and_outputs(model, inputs, self.compute_loss_func, extra, to_model)
+        loss_func, inputs = losses.loss_func_for(self, inputs)
+        loss, outputs = losses.loss_and_outputs(model, inputs, loss_func, extra, to_model)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """What the forward runs in: autocast to bfloat16 if ``args.bf16``."""
-        if self.args.bf16:
-            return torch.autocast(self.args.device.type, dtype=torch.bfloat16)
-        return nullcontext()
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """The batch on this rank's device."""
-        return data.to_device(inputs, self.args.device)
+        """What the forward runs in: autocast, with bf16 or fp16."""
+        return self.autocast_smart_context_manager()
 
     @property
-    def loss_takes_total(self) -> bool:
-        """Whether losses are divided by the items of the whole step, instead of being means of their own."""
+    def loss_weight(self) -> float | Tensor:
+        """What the current micro-batch's loss is multiplied by; valid once compute_loss has returned it."""
+        return self.weighing.factor()
+
+    @property
+    def loss_takes_total(self) -> bool | None:
+        """Whether losses are divided by the items of the whole step; None: an override decides each time."""
+        if type(self).compute_loss is not Trainer.compute_loss:
+            return None if losses.names_num_items(self.compute_loss) else False
         if self.compute_loss_func is not None:
             return losses.names_num_items(self.compute_loss_func)
-        return self.model_accepts_loss_kwargs
-
-    # Data
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of this rank's micro-batches.
-
-        An override may return any loader with a sampler; its samples are dealt out to the ranks.
-        """
-        data.check_map_style(self.train_dataset, "train_dataset")
-        order = self._get_train_sampler(self.train_dataset)
-        return data.train_loader(self.train_dataset, order, self._collator(), self.args)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """The loader of this rank's part of `eval_dataset` (a name, if several were given)."""
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        data.check_map_style(dataset, "eval_dataset")
-        return data.eval_loader(dataset, self._get_eval_sampler(dataset), self._collator(), self.args)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """The loader of this rank's part of `test_dataset`."""
-        return self.get_eval_dataloader(test_dataset)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        """The order of all samples of an epoch, the same on every rank."""
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return data.EpochOrder(len(dataset), seed, shuffle=self.args.train_sampling_strategy == "random")
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int]:
-        """The order of evaluation samples."""
-        return data.EpochOrder(len(eval_dataset), shuffle=False)
-
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Samples of the loader's data set, over all ranks."""
-        return len(dataloader.dataset)  # type: ignore[arg-type]
-
-    def _collator(self) -> Any:
-        names = data.used_entries(self.model, self.label_names) if self.args.remove_unused_columns else None
-        return data.UsedEntries(self.data_collator, names) if names else self.data_collator
+        return self.label_smoother is None and self.model_accepts_loss_kwargs
 
     # Optimizer and schedule
 
@@ -332,7 +310,7 @@ class Trainer:
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predict; returns predictions and labels of the whole data set in its order, on every rank."""
-        loader = data.redeal_for_evaluation(self.get_test_dataloader(test_dataset), self.args)
+        loader = feeds.eval_loader_of(self.get_test_dataloader(test_dataset), self.args)
         output = evaluation.evaluate(self, loader, False, ignore_keys, metric_key_prefix, everywhere=True)
         self.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
@@ -346,7 +324,7 @@ class Trainer:
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run the model over a loader; predictions come back on rank 0 alone."""
-        loader = data.redeal_for_evaluation(dataloader, self.args)
+        loader = feeds.eval_loader_of(dataloader, self.args)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         logger.info("%s: %d samples", description, self.num_examples(loader))
         return evaluation.evaluate(self, loader, loss_only, ignore_keys, metric_key_prefix, everywhere=False)
@@ -441,6 +419,9 @@ class Trainer:
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = self.args.use_cache
+        if self.args.torch_compile:
+            setup.compile_model(model, self.args)
         self.model_accepts_loss_kwargs = losses.takes_num_items(model)
         self.model_shifts_labels = losses.shifts_labels(model)
         self.label_names = self.args.label_names or losses.label_names_of(model)
+        self.label_smoother = smoother_for(model, self.args.label_smoothing_factor)

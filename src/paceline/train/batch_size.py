@@ -1,0 +1,96 @@
+"""Finding a batch size that fits the memory (``auto_find_batch_size``).
+
+    until a trial goes well on every rank:
+        forward and backward of the first micro-batch, nothing averaged
+        out of memory on any rank: all ranks halve the batch size
+    loop.train
+
+A rank that runs out of memory amid the collectives of a real step would leave the others waiting,
+so the trial comes first. The trial leaves no trace: no gradient, no moved buffer.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.errors import ArgumentError
+from paceline.train import loop
+from paceline.train.feeds import feed_of
+from paceline.train.step import own_items
+from paceline.train.weighing import Weighing
+
+if TYPE_CHECKING:
+    from paceline.train.loop import TrainOutput
+    from paceline.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+# What the libraries below say when memory is short; not all raise a class of their own.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | None) -> TrainOutput:
+    """Find the batch size, if that is asked for, and train.
+
+    Raises:
+        ArgumentError: not even one sample fits.
+    """
+    while trainer.args.auto_find_batch_size and not _fits(trainer):
+        _halve(trainer)
+    return loop.train(trainer, resume, ignore_keys)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory is short."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def _fits(trainer: Trainer) -> bool:
+    """Whether the trial goes well on every rank."""
+    failed = torch.tensor(int(not _fits_here(trainer)), dtype=torch.int32, device=trainer.args.device)
+    return not bool(trainer.collectives.max(failed, "trying a batch size"))
+
+
+def _fits_here(trainer: Trainer) -> bool:
+    feed = feed_of(trainer.get_train_dataloader(), trainer.args, trainer.collectives)
+    feed.start_at(0, 0)
+    step = feed.next_step()
+    if step is None:
+        return True
+    buffers = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
+    try:
+        own = own_items(trainer, step.micro_batches[0])
+        trainer.weighing = Weighing(own, own, 1, 1, trainer.loss_takes_total, trainer.args.device)
+        trainer.training_step(trainer.model, step.micro_batches[0].inputs, trainer.weighing.count)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        _forget(trainer, buffers)
+    return True
+
+
+def _forget(trainer: Trainer, buffers: dict[str, Any]) -> None:
+    trainer.model.zero_grad()
+    for name, buffer in trainer.model.named_buffers():
+        buffer.copy_(buffers[name])
+    trainer.accelerator.free_memory()
+
+
+def _halve(trainer: Trainer) -> None:
+    args = trainer.args
+    if args.train_batch_size == 1:
+        raise ArgumentError(
+            "auto_find_batch_size: not even one sample fits the memory; use gradient_checkpointing=True, "
+            "bf16=True or a smaller model"
+        )
+    args.per_device_train_batch_size //= 2
+    logger.warning(
+        "out of memory; going on with per_device_train_batch_size=%d", args.per_device_train_batch_size
+    )

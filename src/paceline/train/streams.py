@@ -1,0 +1,177 @@
+"""Iterable data sets: every sample once, in the stream's order, with any number of ranks and workers.
+
+Each rank, and each worker process of a rank, reads the stream from its beginning and keeps what
+is its own. Micro-batch k of the run takes the next `per_rank * world_size` samples, whatever the
+layout, and each rank gets an even part of it. So the same global batches come about as with a
+data set that has indices, and nobody needs to know beforehand where the stream ends.
+
+Note "a stream is read as if there were one worker". Some data sets look at
+``torch.utils.data.get_worker_info()`` and give each worker another part; others do not, and give
+each worker everything. The two cannot be told apart. While a stream is read, that function
+therefore says that there are no workers, so both give everything, and the positions decide.
+
+Note "a stream's random numbers are its own". A stream that shuffles or augments must give
+the same samples on all ranks, so it draws from generators of its own (`OwnGenerators`), seeded by
+the seed and the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from paceline.train.arguments import TrainingArguments
+from paceline.train.data import loading_settings
+from paceline.train.orders import even_part
+from paceline.train.randomness import OwnGenerators, derive_seed, seed_again
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How a stream is dealt out.
+
+    Attributes:
+        per_rank: samples of one micro-batch on one rank.
+        world_size: ranks that read the same stream; 1 if each reads a stream of its own.
+        rank: this one.
+        seed: of what is random in the stream and in loading.
+        keep_empty: give an empty share as one sample that counts for nothing; otherwise leave it out.
+    """
+
+    per_rank: int
+    world_size: int
+    rank: int
+    seed: int
+    keep_empty: bool
+
+
+class Loaded(NamedTuple):
+    """This rank's share of a micro-batch: what the collator made of it, and how many samples count."""
+
+    inputs: Any
+    samples: int
+
+
+@dataclass
+class Raw:
+    """The same before the collator: samples, how many of them count, and the seed for the collator."""
+
+    samples: list[Any]
+    count: int
+    seed: int
+
+
+class Stream(IterableDataset[Raw]):
+    """One rank's shares of a stream, micro-batch by micro-batch.
+
+    Args:
+        dataset: the user's iterable.
+        dealing: how it is dealt out.
+        shared: a worker outlives an epoch, so the place must be where it can see it.
+    """
+
+    def __init__(self, dataset: Any, dealing: Dealing, shared: bool = False) -> None:
+        self.dataset = dataset
+        self.dealing = replace(dealing, world_size=1, rank=0) if _split_already(dataset) else dealing
+        self._place = torch.zeros(2, dtype=torch.int64)
+        if shared:
+            self._place.share_memory_()
+
+    def start_at(self, epoch: int, micro_batches: int) -> None:
+        """Let the next pass be over `epoch`, leaving out so many micro-batches (they are read, though)."""
+        self._place[0], self._place[1] = epoch, micro_batches
+
+    def __iter__(self) -> Iterator[Raw]:
+        worker = get_worker_info()
+        number_of_worker, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        epoch, skipped = self._place.tolist()
+        for number, group in enumerate(self._groups(epoch)):
+            due = number - skipped
+            if due >= 0 and due % workers == number_of_worker:
+                yield from self._share(group, epoch, number)
+
+    def _groups(self, epoch: int) -> Iterator[list[Any]]:
+        """The samples of one micro-batch after the other, over all ranks."""
+        size = self.dealing.per_rank * self.dealing.world_size
+        generators = OwnGenerators(derive_seed("stream", self.dealing.seed, epoch))
+        source = None
+        while True:
+            with generators.in_place(), _as_if_no_worker():
+                if source is None:
+                    source = self._open(epoch)
+                group = list(islice(source, size))
+            if not group:
+                return
+            yield group
+
+    def _open(self, epoch: int) -> Iterator[Any]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        return iter(self.dataset)
+
+    def _share(self, group: list[Any], epoch: int, number: int) -> Iterator[Raw]:
+        own = even_part(len(group), self.dealing.world_size, self.dealing.rank)
+        if own or self.dealing.keep_empty:
+            samples = group[own.start : own.stop] or group[:1]
+            seed = derive_seed("load", self.dealing.seed, epoch, number, self.dealing.rank)
+            yield Raw(samples, len(own), seed)
+
+
+class SeededCollator:
+    """Collates a share with random numbers (for masks, say) that are a function of the share."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, share: Raw) -> Loaded:
+        seed_again(share.seed)
+        return Loaded(self.collate(share.samples), share.count)
+
+
+def stream_loader(
+    dataset: Any,
+    collate: Any,
+    args: TrainingArguments,
+    per_rank: int,
+    keep_empty: bool,
+    **loading: Any,
+) -> DataLoader[Any]:
+    """The loader of this rank's shares of a stream; gives `Loaded`.
+
+    Args:
+        dataset: the user's iterable.
+        collate: makes a batch of a list of samples.
+        args: the settings.
+        per_rank: samples of one micro-batch on one rank.
+        keep_empty: see `Dealing`; True in training, where every rank must take part.
+        loading: for the DataLoader, instead of what `args` say.
+    """
+    settings = {**loading_settings(args), **loading}
+    seed = args.seed if args.data_seed is None else args.data_seed
+    dealing = Dealing(per_rank, args.world_size, args.process_index, seed, keep_empty)
+    stream = Stream(dataset, dealing, shared=bool(settings["persistent_workers"]))
+    seeded: Any = SeededCollator(collate)
+    return DataLoader(stream, batch_size=None, collate_fn=seeded, **settings)
+
+
+def _split_already(dataset: Any) -> bool:
+    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a stream of its own."""
+    return getattr(dataset, "_distributed", None) is not None
+
+
+@contextmanager
+def _as_if_no_worker() -> Iterator[None]:
+    """A block in which `get_worker_info` says None; the head of this file says why."""
+    info = torch_worker._worker_info
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
