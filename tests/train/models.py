@@ -70,8 +70,10 @@ class Tagger(nn.Module):
         torch.manual_seed(3)
         self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.head(self.embedding(tokens))
+        if labels is None:
+            return {"logits": logits}
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
@@ -79,9 +81,11 @@ class CountingTagger(Tagger):
     """The same with a loss that is divided by the number of items it is told."""
 
     def forward(  # type: ignore[override]
-        self, tokens: Tensor, labels: Tensor, num_items_in_batch: Any = None
+        self, tokens: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None
     ) -> dict[str, Tensor]:
         logits = self.head(self.embedding(tokens))
+        if labels is None:
+            return {"logits": logits}
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         items = labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
         return {"loss": loss / items, "logits": logits}
@@ -90,7 +94,7 @@ class CountingTagger(Tagger):
 class KeywordTagger(Tagger):
     """The same head with ``**kwargs`` that swallow anything and use nothing."""
 
-    def forward(self, tokens: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
         return super().forward(tokens, labels)
 
 

@@ -13,15 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from paceline.errors import ArgumentError
 from paceline.train.data import (
     EpochPlan,
     StepBatches,
     UsedEntries,
+    batch_size_of,
     default_collate,
     to_device,
     train_loader,
 )
-from paceline.train.orders import EpochOrder, even_part
+from paceline.train.orders import EpochOrder, LengthGroupedOrder, even_part, lengths_of
 from paceline.train.sampler import DistributedSampler
 from tests.train.models import settings
 
@@ -180,3 +182,36 @@ def test_sampler_stands_in_for_torchs() -> None:
     assert len(DataLoader(range(20), batch_size=2, sampler=ours)) == 3  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rank is 4"):
         DistributedSampler(range(20), 4, 4)
+
+
+def test_samples_of_like_length_stand_together() -> None:
+    lengths = [(index * 37) % 101 + 1 for index in range(200)]
+    order = LengthGroupedOrder(lengths, batch_size=8, seed=3)
+    first = list(order)
+    assert sorted(first) == list(range(200))
+    assert lengths[first[0]] == max(lengths)
+    spread = [
+        max(lengths[i] for i in first[s : s + 8]) - min(lengths[i] for i in first[s : s + 8])
+        for s in range(0, 200, 8)
+    ]
+    assert sum(spread) / len(spread) < 30  # a random batch of eight spreads over some eighty
+    order.set_epoch(1)
+    assert list(order) != first
+    order.set_epoch(0)
+    assert list(order) == first
+
+
+def test_lengths_come_from_a_column_or_the_samples() -> None:
+    samples = [{"input_ids": [0] * size} for size in (3, 1, 2)]
+    assert list(lengths_of(samples, "length", "input_ids")) == [3, 1, 2]
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"input_ids": [[1], [2]], "size": [5, 6]})
+    assert list(lengths_of(rows, "size", "input_ids")) == [5, 6]
+    with pytest.raises(ArgumentError, match="'tokens'"):
+        lengths_of(samples, "length", "tokens")
+
+
+def test_the_size_of_a_batch_is_found() -> None:
+    assert batch_size_of({"a": "text", "b": torch.zeros(3, 2)}) == 3
+    assert batch_size_of((torch.zeros(4), torch.zeros(4, 9))) == 4
+    assert batch_size_of(torch.tensor(1.0)) == 1

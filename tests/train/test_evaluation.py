@@ -120,3 +120,86 @@ def test_joining_pads_sequences_and_keeps_structure() -> None:
     long, named = join([first, second])
     assert long.tolist() == [[1, 1, 1, -100], [1, 1, 1, -100], [1, 1, 1, 1]]
     assert named["a"].shape == (3,)
+
+
+class Seen:
+    """A compute_metrics that adds up over its calls, and notes what it was given."""
+
+    def __init__(self) -> None:
+        self.labels: list[float] = []
+        self.inputs: list[Any] = []
+        self.losses: list[float] = []
+        self.last: list[bool] = []
+
+    def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        self.labels += prediction.label_ids.tolist()
+        self.inputs += prediction.inputs.tolist()
+        self.losses += prediction.losses.tolist()
+        self.last.append(compute_result)
+        assert len(prediction) == 4
+        return {"sum": sum(self.labels)} if compute_result else {}
+
+
+def evaluate_with_more(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, by_batch in [("at once", False), ("by batch", True)]:
+        seen = Seen()
+        args = settings(
+            folder,
+            per_device_eval_batch_size=2,
+            include_for_metrics=["inputs", "loss"],
+            batch_eval_metrics=by_batch,
+        )
+        model = Regression()
+        model.main_input_name = "x"  # type: ignore[assignment]
+        trainer = Trainer(model, args, eval_dataset=Points(7), compute_metrics=seen)
+        metrics = trainer.evaluate()
+        found[name] = metrics, *(list(each) for each in (seen.labels, seen.inputs, seen.losses, seen.last))
+        found[name + ", predict"] = trainer.predict(Points(7)).label_ids
+    args = settings(folder, per_device_eval_batch_size=2, eval_do_concat_batches=False)
+    found["apart"] = Trainer(Regression(), args).predict(Points(7)).label_ids
+    return found
+
+
+def test_metrics_may_get_more_and_come_batch_by_batch(tmp_path: Path) -> None:
+    points = Points(7)
+    first, second = run_ranks(evaluate_with_more, 2, tmp_path, backend=None)
+    for found in (first, second):
+        for name in ("at once", "by batch"):
+            assert found[name][0]["eval_sum"] == pytest.approx(float(points.y.sum()), rel=1e-6)
+            assert found[name + ", predict"].tolist() == points.y.tolist()
+        assert [each.tolist() for each in found["apart"]] == [
+            points.y[indices].tolist() for indices in ([0, 1], [2, 3], [4, 5], [6])
+        ]
+    _, labels, inputs, losses, last = first["at once"]
+    assert labels == points.y.tolist()
+    assert inputs == points.x.tolist()
+    assert last == [True]
+    assert losses[0] == losses[1] == pytest.approx(Regression()(points.x[:2], points.y[:2])["loss"].item())
+    assert sorted(first["by batch"][1]) == sorted(points.y.tolist())
+    assert first["by batch"][4] == [False, True]  # two rounds of two ranks
+    assert second["by batch"][1] == []
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_full_evaluation_in_half_precision_leaves_the_weights_alone(tmp_path: Path, name: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    seen: list[torch.dtype] = []
+
+    class Noting(Regression):
+        def forward(self, x: Any, labels: Any = None) -> Any:
+            seen.append(self.layers[0].weight.dtype)  # type: ignore[union-attr, arg-type]
+            return super().forward(x.to(seen[-1]), labels)
+
+    model, data = Noting(), Points(6)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    args = settings(tmp_path, **{f"{name}_full_eval": True}, eval_strategy="steps", eval_steps=1, max_steps=1)
+    trainer = Trainer(model, args, train_dataset=data, eval_dataset=data)
+    loss = trainer.evaluate()["eval_loss"]
+    assert seen == [dtype]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    with torch.no_grad():
+        want = Regression().to(dtype)(data.x.to(dtype), data.y)["loss"]
+    assert loss == pytest.approx(float(want), rel=1e-6)
+    trainer.train()
+    assert set(seen[1:]) == {torch.float32}  # as long as it trains, in the precision of training

@@ -291,16 +291,17 @@ class Trainer(DataPoints, PeerNames):
         Returns:
             the metrics, the same on every rank.
         """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        given = eval_dataset is not None
+        dataset = eval_dataset if given else self.eval_dataset
         if isinstance(dataset, dict):
-            return {
-                key: value
-                for name, each in dataset.items()
-                for key, value in self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}").items()
-            }
+            metrics: dict[str, float] = {}
+            for name, each in dataset.items():
+                part = each if given else name  # get_eval_dataloader finds it by its name
+                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
         loss_only = self.args.prediction_loss_only or self.compute_metrics is None
         output = self.evaluation_loop(
-            self.get_eval_dataloader(dataset), "Evaluation", loss_only, ignore_keys, metric_key_prefix
+            self.get_eval_dataloader(eval_dataset), "Evaluation", loss_only, ignore_keys, metric_key_prefix
         )
         self.log(output.metrics)
         self.fire("on_evaluate", metrics=output.metrics)

@@ -1,0 +1,69 @@
+"""auto_find_batch_size: all ranks halve the batch until it fits, and train as if they had known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.errors import ArgumentError
+from paceline.train.batch_size import is_out_of_memory
+from paceline.train.trainer import Trainer
+from tests.ranks import run_ranks
+from tests.train.models import Points, Regression, losses, settings, weights
+
+
+class Hungry(Regression):
+    """Has room for so many samples only; a buffer counts its forwards."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        self.forwards += 1
+        if len(x) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return super().forward(x, labels)
+
+
+def train_hungry(rank: int, world_size: int, folder: Path, rooms: list[int]) -> Any:
+    args = settings(folder, auto_find_batch_size=True, per_device_train_batch_size=16, max_steps=3)
+    trainer = Trainer(Hungry(rooms[rank]), args, train_dataset=Points(64))
+    trainer.train()
+    known = settings(folder, per_device_train_batch_size=4, max_steps=3)
+    other = Trainer(Hungry(99), known, train_dataset=Points(64))
+    other.train()
+    found = (args.per_device_train_batch_size, losses(trainer), float(trainer.model.forwards))
+    return (
+        found,
+        losses(other),
+        all(torch.equal(weights(trainer.model)[name], value) for name, value in weights(other.model).items()),
+    )
+
+
+def test_all_ranks_go_by_the_one_with_the_least_room(tmp_path: Path) -> None:
+    for (size, logged, forwards), want, same in run_ranks(train_hungry, 2, tmp_path, [7, 12], backend=None):
+        assert size == 4
+        assert logged == want
+        assert forwards == 3  # those of the trials are undone
+        assert same
+
+
+def test_what_never_fits_and_what_is_another_error(tmp_path: Path) -> None:
+    args = settings(tmp_path, auto_find_batch_size=True)
+    with pytest.raises(ArgumentError, match="not even one sample"):
+        Trainer(Hungry(0), args, train_dataset=Points(8)).train()
+
+    class Wrong(Regression):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        Trainer(Wrong(), settings(tmp_path, auto_find_batch_size=True), train_dataset=Points(8)).train()
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not is_out_of_memory(ValueError("out of memory"))
