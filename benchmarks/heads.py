@@ -4,9 +4,10 @@
     python benchmarks/heads.py --heads GPT2LMHeadModel LlamaForCausalLM --trainers paceline
 
 Each head is tiny and random, in float32 without dropout, and trains 5 steps of SGD on 8 sequences
-a step, whose numbers of labels that count differ widely. The layouts are (ranks, gradient_accumulation_steps) =
-(1, 1), (2, 1), (1, 2), (2, 2), (4, 1). A cell is the largest relative difference of any loss or gradient
-norm from that Trainer's own (1, 1); the last column is the largest difference between the two Trainers' (1, 1).
+a step, whose numbers of labels that count differ widely. The layouts are (ranks,
+gradient_accumulation_steps) = (1, 1), (2, 1), (1, 2), (2, 2), (4, 1). A cell is the largest relative
+difference of any loss or gradient norm from that Trainer's own (1, 1); the last column is that of
+the two Trainers' (1, 1) from each other.
 """
 
 from __future__ import annotations
