@@ -77,13 +77,16 @@ class Feed(Protocol):
     loader: Any
 
     @property
-    def steps(self) -> int: ...
+    def steps(self) -> int:
+        """See above."""
 
     @property
-    def global_size(self) -> int: ...
+    def global_size(self) -> int:
+        """See above."""
 
     @property
-    def num_samples(self) -> int | None: ...
+    def num_samples(self) -> int | None:
+        """See above."""
 
     def start_at(self, epoch: int, step: int) -> None:
         """Let `next_step` give step `step` of `epoch` next."""

@@ -8,78 +8,52 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ArgumentError
 
-
-@dataclass(frozen=True)
-class Renamed:
-    """An old field with a successor.
-
-    Attributes:
-        new: the successor's name.
-        default: the old default, at which the old field says nothing.
-        convert: its value as the successor's.
-    """
-
-    new: str
-    default: Any
-    convert: Callable[[Any], Any] = lambda value: value
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """An old field without a successor.
-
-    Attributes:
-        default: the old default, at which it asks for nothing.
-        harmless: other values that ask for nothing that is not done in any case.
-        instead: what to write instead, or why there is nothing to write.
-    """
-
-    default: Any
-    instead: str
-    harmless: tuple[Any, ...] = ()
-
-
 _HUB = "the Hub is not served; upload the finished folder with huggingface_hub"
 _DEVICE = "the device is found by itself; leave it out"
+_AUTOCAST = "fp16 and bf16 mean torch.autocast"
 
-OLD_FIELDS: Mapping[str, Renamed | Dropped] = {
-    "evaluation_strategy": Renamed("eval_strategy", None),
-    "warmup_ratio": Renamed("warmup_steps", 0.0),
-    "no_cuda": Renamed("use_cpu", False),
-    "per_gpu_train_batch_size": Renamed("per_device_train_batch_size", None),
-    "per_gpu_eval_batch_size": Renamed("per_device_eval_batch_size", None),
-    "adafactor": Renamed("optim", False, lambda value: "adafactor"),
-    "group_by_length": Renamed("train_sampling_strategy", False, lambda value: "group_by_length"),
-    "include_inputs_for_metrics": Renamed("include_for_metrics", False, lambda value: ["inputs"]),
-    "include_tokens_per_second": Renamed("include_num_input_tokens_seen", False, lambda value: "all"),
-    "torchdynamo": Renamed("torch_compile_backend", None),
-    "overwrite_output_dir": Dropped(
-        False, "checkpoints are never overwritten unless a run is resumed or repeated", (True,)
-    ),
-    "logging_dir": Dropped(None, "set the environment variable TENSORBOARD_LOGGING_DIR"),
-    "save_safetensors": Dropped(True, "weights are always saved as safetensors"),
-    "use_mps_device": Dropped(False, _DEVICE, (True,)),
-    "jit_mode_eval": Dropped(False, "use torch_compile=True"),
-    "fp16_opt_level": Dropped("O1", "fp16 means torch.autocast with loss scaling"),
-    "half_precision_backend": Dropped("auto", "fp16 and bf16 mean torch.autocast", ("cuda_amp", "cpu_amp")),
-    "fp16_backend": Dropped("auto", "fp16 and bf16 mean torch.autocast", ("cuda_amp", "cpu_amp")),
-    "tpu_num_cores": Dropped(None, _DEVICE),
-    "tpu_metrics_debug": Dropped(False, "there is no support for TPUs"),
-    "past_index": Dropped(-1, "give the model its past in the batch"),
-    "fsdp_min_num_params": Dropped(0, "sharded models are not served yet"),
-    "fsdp_transformer_layer_cls_to_wrap": Dropped(None, "sharded models are not served yet"),
-    "use_legacy_prediction_loop": Dropped(False, "there is one evaluation loop"),
-    "push_to_hub_model_id": Dropped(None, _HUB),
-    "push_to_hub_organization": Dropped(None, _HUB),
-    "push_to_hub_token": Dropped(None, _HUB),
-    "mp_parameters": Dropped("", "there is no support for SageMaker's model parallelism"),
-    "ray_scope": Dropped("last", "there is no hyper-parameter search"),
+# Old name -> new name, the old default (at which it says nothing), and the new field's value where
+# that is not the old one's.
+RENAMED: Mapping[str, tuple[str, Any, Any]] = {
+    "evaluation_strategy": ("eval_strategy", None, None),
+    "warmup_ratio": ("warmup_steps", 0.0, None),
+    "no_cuda": ("use_cpu", False, None),
+    "per_gpu_train_batch_size": ("per_device_train_batch_size", None, None),
+    "per_gpu_eval_batch_size": ("per_device_eval_batch_size", None, None),
+    "adafactor": ("optim", False, "adafactor"),
+    "group_by_length": ("train_sampling_strategy", False, "group_by_length"),
+    "include_inputs_for_metrics": ("include_for_metrics", False, ["inputs"]),
+    "include_tokens_per_second": ("include_num_input_tokens_seen", False, "all"),
+    "torchdynamo": ("torch_compile_backend", None, None),
+}
+
+# Old name -> the values that ask for nothing that is not done in any case (the old default first), and what
+# to write instead, or why there is nothing to write.
+DROPPED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "overwrite_output_dir": ((False, True), "a folder that is there is used as it is"),
+    "logging_dir": ((None,), "set the environment variable TENSORBOARD_LOGGING_DIR"),
+    "save_safetensors": ((True,), "weights are always saved as safetensors"),
+    "use_mps_device": ((False, True), _DEVICE),
+    "jit_mode_eval": ((False,), "use torch_compile=True"),
+    "fp16_opt_level": (("O1",), _AUTOCAST),
+    "half_precision_backend": (("auto", "cuda_amp", "cpu_amp"), _AUTOCAST),
+    "fp16_backend": (("auto", "cuda_amp", "cpu_amp"), _AUTOCAST),
+    "tpu_num_cores": ((None,), _DEVICE),
+    "tpu_metrics_debug": ((False,), "there is no support for TPUs"),
+    "past_index": ((-1,), "give the model its past in the batch"),
+    "fsdp_min_num_params": ((0,), "sharded models are not served yet"),
+    "fsdp_transformer_layer_cls_to_wrap": ((None,), "sharded models are not served yet"),
+    "use_legacy_prediction_loop": ((False,), "there is one evaluation loop"),
+    "push_to_hub_model_id": ((None,), _HUB),
+    "push_to_hub_organization": ((None,), _HUB),
+    "push_to_hub_token": ((None,), _HUB),
+    "mp_parameters": (("",), "there is no support for SageMaker's model parallelism"),
+    "ray_scope": (("last",), "there is no hyper-parameter search"),
 }
 
 
@@ -111,31 +85,30 @@ def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
     Raises:
         ArgumentError: an old field asks for what is not done, or contradicts the new one.
     """
-    result = {name: value for name, value in values.items() if name in known or name not in OLD_FIELDS}
-    for name in [name for name in values if name not in result]:
-        old, value = OLD_FIELDS[name], values[name]
-        if isinstance(old, Dropped):
-            _warn_or_raise(name, old, value)
-        elif value != old.default:
-            _take(result, name, old, value)
+    old = {name for name in values if name in RENAMED or name in DROPPED} - set(known)
+    result = {name: value for name, value in values.items() if name not in old}
+    for name in old & set(DROPPED):
+        _leave_out(name, values[name])
+    for name in old & set(RENAMED):
+        if values[name] != RENAMED[name][1]:
+            _rename(result, name, values[name])
     return result
 
 
-def _take(result: dict[str, Any], name: str, old: Renamed, value: Any) -> None:
-    new_value = old.convert(value)
-    warnings.warn(f"{name} is now {old.new}; write {old.new}={new_value!r}", FutureWarning, stacklevel=4)
-    if old.new == "warmup_steps" and result.get("warmup_steps"):
+def _rename(result: dict[str, Any], name: str, value: Any) -> None:
+    new, _, fixed = RENAMED[name]
+    new_value = value if fixed is None else fixed
+    warnings.warn(f"{name} is now {new}; write {new}={new_value!r}", FutureWarning, stacklevel=4)
+    if new == "warmup_steps" and result.get(new):
         return  # warm-up steps took precedence over the ratio
-    if result.get(old.new, new_value) != new_value:
-        raise ArgumentError(
-            f"{name}={value!r} and {old.new}={result[old.new]!r} contradict; leave {name} out"
-        )
-    result[old.new] = new_value
+    if result.get(new, new_value) != new_value:
+        raise ArgumentError(f"{name}={value!r} and {new}={result[new]!r} contradict; leave {name} out")
+    result[new] = new_value
 
 
-def _warn_or_raise(name: str, old: Dropped, value: Any) -> None:
-    if value != old.default and value not in old.harmless:
-        raise ArgumentError(f"{name}={value!r} is not supported by paceline: {old.instead}")
-    warnings.warn(
-        f"{name} is no longer a field and can be left out: {old.instead}", FutureWarning, stacklevel=4
-    )
+def _leave_out(name: str, value: Any) -> None:
+    allowed, instead = DROPPED[name]
+    if value not in allowed:
+        raise ArgumentError(f"{name}={value!r} is not supported by paceline: {instead}")
+    text = f"{name} is no longer a field and can be left out: {instead}"
+    warnings.warn(text, FutureWarning, stacklevel=4)

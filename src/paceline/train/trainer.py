@@ -341,6 +341,8 @@ class Trainer(DataPoints, PeerNames):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the epoch to `logs`, put them into the history, and tell the callbacks."""
         logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.fire("on_log", logs=logs)
 
