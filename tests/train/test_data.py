@@ -20,6 +20,7 @@ from paceline.train.data import (
     UsedEntries,
     batch_size_of,
     default_collate,
+    own_eval_batches,
     to_device,
     train_loader,
 )
@@ -215,3 +216,18 @@ def test_the_size_of_a_batch_is_found() -> None:
     assert batch_size_of({"a": "text", "b": torch.zeros(3, 2)}) == 3
     assert batch_size_of((torch.zeros(4), torch.zeros(4, 9))) == 4
     assert batch_size_of(torch.tensor(1.0)) == 1
+
+
+@pytest.mark.parametrize(("size", "per_rank"), [(33, 8), (32, 8), (9, 2), (7, 3), (3, 2), (100, 7)])
+def test_ranks_evaluate_equally_many_batches(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, size: int, per_rank: int
+) -> None:
+    args = settings(tmp_path, per_device_eval_batch_size=per_rank)
+    monkeypatch.setattr(type(args), "world_size", 2)
+    dealt = []
+    for rank in range(2):
+        monkeypatch.setattr(type(args), "process_index", rank)
+        dealt.append(own_eval_batches(range(size), args))
+    assert len(dealt[0]) == len(dealt[1])
+    assert [index for batches in dealt for batch in batches for index in batch] == list(range(size))
+    assert max(len(batch) for batches in dealt for batch in batches) <= per_rank

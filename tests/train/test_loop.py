@@ -255,8 +255,8 @@ def test_what_cannot_be_trained_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="from paceline import Trainer, TrainingArguments"):
         Trainer(Regression(), {"output_dir": "x"})  # type: ignore[arg-type]
 
-    args.fp16 = True
-    with pytest.raises(ArgumentError, match="fp16=True"):
+    args.fsdp = "full_shard"
+    with pytest.raises(ArgumentError, match="fsdp="):
         Trainer(Regression(), args)
     args.fp16 = False
 

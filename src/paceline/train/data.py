@@ -323,10 +323,19 @@ def eval_loader(
 
 
 def own_eval_batches(order: Any, args: TrainingArguments, per_rank: int | None = None) -> list[list[int]]:
-    """This rank's contiguous part of an evaluation order, cut into batches."""
+    """This rank's contiguous part of an evaluation order, cut into batches.
+
+    All ranks have equally many, if they can: a compute_loss or a callback of the user's may hold a
+    collective for each batch, as TRL's does. So where rank 0's one sample more makes one batch more, the
+    others cut one off their last batch.
+    """
     positions = even_part(len(order), args.world_size, args.process_index)
     indices, size = list(order)[positions.start : positions.stop], per_rank or args.eval_batch_size
-    return [indices[start : start + size] for start in range(0, len(indices), size)]
+    batches = [indices[start : start + size] for start in range(0, len(indices), size)]
+    most = math.ceil(len(even_part(len(order), args.world_size, 0)) / size)
+    if batches and len(batches) < most and len(batches[-1]) > 1:
+        batches[-1:] = [batches[-1][:-1], batches[-1][-1:]]
+    return batches
 
 
 def is_stream(dataset: Any) -> bool:
