@@ -258,7 +258,7 @@ def test_what_cannot_be_trained_is_named(tmp_path: Path) -> None:
     args.fsdp = "full_shard"
     with pytest.raises(ArgumentError, match="fsdp="):
         Trainer(Regression(), args)
-    args.fp16 = False
+    args.fsdp = None
 
     class NoLoss(Regression):
         def forward(self, x: Any, labels: Any = None) -> Any:
