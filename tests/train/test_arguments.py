@@ -49,6 +49,7 @@ def test_hf_argument_parser_reads_it(tmp_path: Path) -> None:
         ),
         *("--no_remove_unused_columns", "--ddp_find_unused_parameters", "False", "--report_to", "none"),
         *("--label_names", "a", "b", "--bf16", "--ddp_bucket_cap_mb", "3"),
+        *("--include_num_input_tokens_seen", "True", "--accelerator_config", '{"split_batches": true}'),
     ]
     (args,) = parser.parse_args_into_dataclasses(command)
     assert isinstance(args, TrainingArguments)
@@ -58,6 +59,8 @@ def test_hf_argument_parser_reads_it(tmp_path: Path) -> None:
     assert args.ddp_find_unused_parameters is False
     assert args.label_names == ["a", "b"]
     assert args.report_to == []
+    assert args.include_num_input_tokens_seen == "all"
+    assert args.accelerator_config.split_batches
     assert args.get_warmup_steps(100) == 25
 
 

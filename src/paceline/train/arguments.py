@@ -116,7 +116,7 @@ class TrainingArguments(GroupSetters, metaclass=TakesOldNames):
     log_on_each_node: bool = option(True, "One rank of each machine logs, not only rank 0.")
     logging_nan_inf_filter: bool = option(True, "Log the mean of the others for a NaN or infinite loss.")
     include_num_input_tokens_seen: str | bool = option(
-        "no", "Count the input tokens: all, or without padding.", choices=rules.TOKEN_COUNTS
+        "no", "Count the input tokens: all, non_padding, or no."
     )
     log_level: str = option("passive", "Log level of ranks that log.", choices=rules.LOG_LEVELS)
     log_level_replica: str = option("warning", "Log level of the other ranks.", choices=rules.LOG_LEVELS)
