@@ -25,6 +25,7 @@ def use_accelerator(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "kind": (accelerator.distributed_type, accelerator.device.type, accelerator.mixed_precision),
         "gathered": accelerator.gather(own).tolist(),
         "scalars": accelerator.gather(torch.tensor(rank)).tolist(),
+        "uneven": accelerator.gather(torch.full((rank + 1, 2), rank)).tolist(),
         "nested": accelerator.gather_for_metrics({"a": (own, own + 1)})["a"][1].tolist(),
         "objects": accelerator.gather_for_metrics([f"rank {rank}"]),
         "mean": accelerator.reduce(own, "mean").tolist(),
@@ -40,6 +41,7 @@ def test_ranks_exchange_values(tmp_path: Path) -> None:
         assert found["place"] == (rank, 2, rank == 0)
         assert found["kind"] == ("MULTI_CPU", "cpu", "no")
         assert found["gathered"] == found["scalars"] == [0, 1]
+        assert found["uneven"] == [[0, 0], [1, 1], [1, 1]]
         assert found["nested"] == [1, 2]
         assert found["objects"] == ["rank 0", "rank 1"]
         assert found["mean"] == [0.5]

@@ -137,7 +137,7 @@ class Accelerator:
         """Tensors of all ranks, joined along the first dimension (scalars become vectors), on every rank.
 
         Args:
-            value: a tensor, or tensors in dicts, lists and tuples, of one shape on all ranks.
+            value: a tensor, or tensors in dicts, lists and tuples; their first dimension may differ by rank.
         """
         return _for_each_tensor(value, self._gather_tensor)
 
@@ -251,9 +251,13 @@ class Accelerator:
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
         own = tensor.detach()
         own = own.reshape(1) if own.dim() == 0 else own.contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.state.num_processes)]
-        dist.all_gather(parts, own)
-        return torch.cat(parts)
+        lengths = [torch.tensor(0, device=own.device) for _ in range(self.state.num_processes)]
+        dist.all_gather(lengths, torch.tensor(len(own), device=own.device))
+        longest = max(int(length) for length in lengths)
+        filled = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
+        parts = [torch.empty_like(filled) for _ in lengths]
+        dist.all_gather(parts, filled)
+        return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
 
 
 def _for_each_tensor(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
