@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 
+from paceline import environment
 from paceline.errors import ArgumentError, PacelineError
 from paceline.launch.flags import add_launch_arguments, config_from
 
@@ -25,12 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         could not be started, else what ``paceline launch`` says of the ranks.
     """
     understood, unknown = _parser().parse_known_args(arguments)
+    command: Callable[[argparse.Namespace, Sequence[str]], int] = understood.run
     try:
-        return _launch(understood, unknown)
+        return command(understood, unknown)
     except PacelineError as error:
         print(f"paceline {understood.command}: {error}", file=sys.stderr)
         return _USAGE_ERROR if isinstance(error, ArgumentError) else 1
-    except KeyboardInterrupt:  # while torch was being imported: no rank had been started
+    except KeyboardInterrupt:  # no rank had been started
         return 130
 
 
@@ -41,19 +42,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"paceline {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     launch = commands.add_parser(
-        "launch", help="start a training script on several ranks", allow_abbrev=False
+        "launch", help="start a training script on several ranks", allow_abbrev=False, add_help=False
     )
     add_launch_arguments(launch)
+    launch.set_defaults(run=_launch)
     return parser
 
 
 def _launch(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
-    config = config_from(understood, unknown)
-    from paceline.launch.agent import launch  # here: it imports torch, which --help need not wait for
+    from paceline.launch.launcher import launch  # here, so that a wrong command line is answered at once
 
-    status = launch(config)
-    gc.freeze()  # the process ends now, and taking torch's modules apart would hold it up for half a second
-    return status
+    return launch(config_from(understood, unknown, environment.snapshot()))
 
 
 def _version() -> str:

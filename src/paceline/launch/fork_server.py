@@ -1,0 +1,270 @@
+"""The process that ranks are forked from: it imports torch once, for all of them.
+
+    launcher                                   this process
+    starts it, holds a socket to it       ->   imports torch; says whether it may fork
+    "fork", environment, stdin/out/err    ->   forks: the child becomes the rank; answers with its pid
+                                          <-   "ended", pid, status; the rank stays a zombie until "reap"
+    "store", a listening socket           ->   forks a child that is the ranks' TCPStore until "end_stores"
+    ends, in any way                      ->   end of the socket: ends, and the kernel ends the ranks
+
+Note: what a rank must not notice
+    The environment the ranks share is this process's own from the start, so that whatever reads
+    it when torch is imported reads the right values. A child then gets the rest: its own
+    environment, standard streams, session, signal handlers, ``sys.path``, a ``__main__`` of its
+    own, and fresh seeds where a library seeded itself from the system. No accelerator has a
+    context here, no other thread runs, and no name in the script's folder may be one that is
+    already imported here; else the launcher starts each rank as a Python of its own.
+
+Note: the store has a process of its own
+    A TCPStore serves from a thread, and a process with threads should not be forked.
+
+Runs as a script; standard library and torch only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
+
+HEADER = 8  # bytes: length of the message that follows, as text
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Rank:
+    """What a forked child is to become."""
+
+    request: dict[str, Any]
+    streams: list[int]
+
+
+def _serve(connection: socket.socket, folder: str) -> _Rank | None:
+    """Answer requests until the launcher is gone. Returns in a forked child that is to become a rank."""
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_reader, False)
+    os.set_blocking(wake_writer, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+    living: set[int] = set()
+    stores: set[int] = set()
+    _say(connection, obstacle=_obstacle(folder))
+    while True:
+        sources: list[Any] = [connection, wake_reader]
+        ready, _, _ = select.select(sources, [], [])
+        if wake_reader in ready:
+            _drain(wake_reader)
+            _report_endings(connection, living)
+        if connection not in ready:
+            continue
+        request, descriptors = _receive(connection)
+        if request is None:
+            return None
+        if request["do"] == "reap":
+            os.waitpid(request["pid"], 0)
+            continue
+        if request["do"] == "end_stores":
+            while stores:
+                os.kill(pid := stores.pop(), signal.SIGKILL)
+                os.waitpid(pid, 0)
+            continue
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_child(parent, (connection.fileno(), wake_reader, wake_writer))
+            if request["do"] == "store":
+                _be_store(request, descriptors[0])
+            return _Rank(request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if request["do"] == "fork":
+            living.add(pid)
+            _say(connection, pid=pid)
+        else:
+            stores.add(pid)
+            _say(connection, store=pid)
+
+
+def _obstacle(folder: str) -> str | None:
+    """Why ranks should not be forked from here; None when they may."""
+    if threading.active_count() > 1:
+        return "importing torch started a thread"
+    for device in ("cuda", "xpu"):
+        backend = getattr(sys.modules["torch"], device, None)
+        if backend is not None and backend.is_initialized():
+            return f"importing torch opened a {device} device"
+    imported = {name.partition(".")[0] for name in sys.modules} - {"__main__"}
+    hidden = sorted(imported & _modules_in(folder))
+    if hidden:
+        return f"{folder} has a module of the name {hidden[0]}, which is imported here already"
+    return None
+
+
+def _modules_in(folder: str) -> set[str]:
+    """Names of the modules and packages that lie in a folder."""
+    with os.scandir(folder) as entries:
+        return {
+            entry.name.partition(".")[0]
+            for entry in entries
+            if entry.name.endswith((".py", ".so", ".pyc"))
+            or os.path.exists(os.path.join(folder, entry.name, "__init__.py"))
+        }
+
+
+def _report_endings(connection: socket.socket, living: set[int]) -> None:
+    for pid in sorted(living):
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            living.discard(pid)
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            _say(connection, ended=pid, code=code)
+
+
+def _say(connection: socket.socket, **message: Any) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    header, descriptors, _, _ = socket.recv_fds(connection, HEADER, 3)
+    if not header:
+        return None, []
+    while len(header) < HEADER:
+        header += connection.recv(HEADER - len(header))
+    left, parts = int(header), []
+    while left:
+        part = connection.recv(min(left, 1 << 16))
+        if not part:
+            return None, []
+        parts.append(part)
+        left -= len(part)
+    return json.loads(b"".join(parts)), list(descriptors)
+
+
+def _drain(pipe: int) -> None:
+    try:
+        while os.read(pipe, 4096):
+            pass
+    except BlockingIOError:
+        pass
+
+
+def _become_child(parent: int, inherited: tuple[int, ...]) -> None:
+    """Leave behind what belongs to the server; die with it."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor in inherited:
+        os.close(descriptor)
+
+
+def _be_store(request: dict[str, Any], listener: int) -> None:
+    """Serve the ranks' TCPStore on a listening socket until killed."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        request["address"],
+        request["port"],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener,
+    )
+    while store is not None:
+        signal.pause()
+
+
+def _prepare(rank: _Rank) -> None:
+    """Make the child look like a Python that was just started."""
+    for target, descriptor in enumerate(rank.streams):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.clear()
+    os.environ.update(rank.request["environment"])
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads != before and threads.isdigit() and int(threads) > 0:
+        sys.modules["torch"].set_num_threads(int(threads))
+    _open_standard_streams()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # it drew from the system's entropy once, for all ranks
+    gc.unfreeze()
+
+
+def _open_standard_streams() -> None:
+    """As ``python -u`` opens them: unbuffered, in the encodings it chose for this process."""
+    encoding, errors = sys.stdin.encoding, sys.stdin.errors
+    sys.stdin = open(0, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        raw = io.FileIO(number, "w", closefd=False)
+        raw.name = f"<{name}>"
+        text = io.TextIOWrapper(
+            raw,
+            old.encoding,
+            old.errors,
+            write_through=True,
+            line_buffering=raw.isatty(),
+        )
+        text.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, text)
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))
+
+
+def _load(path: str) -> types.ModuleType:
+    """A file beside this one, which is not to be found by the name of its package in a rank."""
+    spec = spec_from_file_location("rank_main", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _main(descriptor: str, rank_main_file: str, kind: str, name: str, *_: str) -> None:
+    """Serve, and in each forked child become the rank.
+
+    Args:
+        descriptor: number of the socket to the launcher.
+        rank_main_file: path of ``rank_main.py``.
+        kind, name: what the ranks run, here only for whoever lists processes, and to look at its folder.
+    """
+    if not sys.flags.safe_path:
+        sys.path[0] = "/nonexistent"  # not this folder, whose modules have common names
+    rank_main = _load(rank_main_file)
+    for module in ("torch.distributed", "numpy.random"):
+        importlib.import_module(module)
+
+    gc.collect()
+    gc.freeze()
+    folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(name))
+    connection = socket.socket(fileno=int(descriptor))
+    connection.set_inheritable(False)
+    rank = _serve(connection, folder)
+    if rank is None:
+        os._exit(0)
+    connection.detach()
+    _prepare(rank)
+    request = rank.request
+    rank_main.run(request["kind"], request["name"], *request["arguments"], hide=(__file__,))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
