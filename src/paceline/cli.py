@@ -6,10 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 
 from paceline import environment
+from paceline.about import about
 from paceline.errors import ArgumentError, PacelineError
+from paceline.launch.config_file import default_config_file
 from paceline.launch.flags import add_launch_arguments, config_from
+from paceline.launch.questions import ask, write
 
 _USAGE_ERROR = 2
 
@@ -46,6 +50,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_launch_arguments(launch)
     launch.set_defaults(run=_launch)
+    test = commands.add_parser(
+        "test", help="train a tiny model as `launch` would, and check it", allow_abbrev=False, add_help=False
+    )
+    add_launch_arguments(test, with_script=False)
+    test.set_defaults(run=_test)
+    config = commands.add_parser("config", help="ask what `launch` is to do by default, and write it down")
+    config.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="where to (default: where Accelerate looks)"
+    )
+    config.set_defaults(run=_config)
+    env = commands.add_parser("env", help="what a bug report needs to say")
+    env.set_defaults(run=_env)
     return parser
 
 
@@ -53,6 +69,32 @@ def _launch(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
     from paceline.launch.launcher import launch  # here, so that a wrong command line is answered at once
 
     return launch(config_from(understood, unknown, environment.snapshot()))
+
+
+def _test(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    from paceline.launch.launcher import launch
+
+    understood.module, understood.script, understood.script_arguments = True, "paceline.self_test", ()
+    return launch(config_from(understood, unknown, environment.snapshot()))
+
+
+def _config(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    _refuse(unknown)
+    path = Path(understood.config_file or default_config_file(environment.snapshot()))
+    write(ask(input), path)
+    print(f"written to {path}; `paceline launch` and `accelerate launch` read it", file=sys.stderr)
+    return 0
+
+
+def _env(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    _refuse(unknown)
+    print(about(environment.snapshot()), end="")
+    return 0
+
+
+def _refuse(unknown: Sequence[str]) -> None:
+    if unknown:
+        raise ArgumentError(f"there is no option {unknown[0]}")
 
 
 def _version() -> str:

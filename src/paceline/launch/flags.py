@@ -28,7 +28,7 @@ from paceline.launch.refused import reason_against
 from paceline.launch.script_variables import script_variables
 from paceline.launch.slurm import hosts_of_slurm
 
-_WIDTH, _MARGIN = 100, 42  # of help: columns, and where its texts begin
+_WIDTH, _MARGIN = 100, 43  # of help: columns, and where its texts begin
 _USAGE = "paceline launch [options] script [script arguments]"
 _DESCRIPTION = """\
 Starts a training script once for every rank. Options stand before the script, with _ or - between
@@ -40,9 +40,14 @@ examples:
   paceline launch --num_processes 16 --num_machines 2 --machine_rank 0 --main_process_ip host0 train.py"""
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Fill ``parser``, made with ``add_help=False``, with the options of ``paceline launch``."""
-    parser.usage = _USAGE
+def add_launch_arguments(parser: argparse.ArgumentParser, *, with_script: bool = True) -> None:
+    """Fill ``parser``, made with ``add_help=False``, with the options of ``paceline launch``.
+
+    Args:
+        parser: gets them.
+        with_script: the script and its arguments follow.
+    """
+    parser.usage = _USAGE if with_script else "paceline test [options of paceline launch]"
     parser.add_argument("-h", "--help", action=_Help, nargs=0, text=short_help)
     parser.add_argument("--help_all", "--help-all", action=_Help, nargs=0, text=long_help)
     for option in options():
@@ -52,6 +57,8 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 *option.spellings(), dest=option.key, type=option.read, metavar=option.metavar
             )
+    if not with_script:
+        return
     parser.add_argument("script")
     rest = parser.add_argument("script_arguments", nargs=argparse.REMAINDER)
     rest.required = False
