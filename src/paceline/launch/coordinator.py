@@ -278,7 +278,7 @@ class Coordinator:
         """Stop serving once all launchers have fetched the verdict and hung up, or had the time to."""
         deadline = time.monotonic() + _LAST_WORDS
         while self._membership.phase == OVER and time.monotonic() < deadline:
-            if all(member.connection.closed for member in list(self._membership.members)):
+            if all(member.lost or member.connection.closed for member in list(self._membership.members)):
                 break
             time.sleep(0.02)
         self._closing.set()

@@ -8,8 +8,9 @@ Note: which failure is the first
     taken for the cause while another one is known.
 
 Note: a failure that is none of an exception
-    Where all that is known is lost peers, a rank that had left with exit status 0 before them, or
-    one that was found stopped (SIGSTOP, a debugger), is the cause: the others waited for it.
+    Where all that is known is lost peers, a rank that left with exit status 0, or one that was
+    found stopped (SIGSTOP, a debugger), is the cause: the others waited for it. When it left is
+    no help, for an interpreter takes longer to be gone than its connections.
 
 Pure: nothing here touches a process, so every case can be tested in a millisecond.
 """
@@ -38,7 +39,6 @@ _LOST_A_PEER = re.compile(
 _GLOO_ABORTED = "terminate called without an active exception"
 _LAST_LINES = 15
 _SHUT_DOWN = 10.0  # seconds that an interpreter which raised may take to be gone
-_NOTICE = 0.5  # seconds by which an end may be noticed later than the failure that follows from it
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "by somebody, or by the kernel because memory ran out (`dmesg` tells)",
     signal.SIGSEGV: "it crashed in native code; PYTHONFAULTHANDLER=1 shows where",
@@ -138,7 +138,7 @@ def first_failure(endings: Sequence[Ending]) -> Ending:
     ]
     if caught:
         return min(caught, key=lambda ending: ending.failed_at)
-    absent = [ending for ending in endings if ending.frozen or _left_before(ending, earliest)]
+    absent = [ending for ending in endings if ending.frozen or (ending.exit_code == 0 and not ending.stopped)]
     return min(absent, key=lambda ending: (not ending.frozen, ending.ended_at), default=earliest)
 
 
@@ -195,12 +195,6 @@ def _exception_line(traceback: str) -> str:
     headers = [number for number, line in enumerate(lines) if line == _HEADER]
     after = lines[headers[-1] + 1 :] if headers else lines
     return next((line for line in after if line and not line[0].isspace()), "")
-
-
-def _left_before(ending: Ending, failure: Ending) -> bool:
-    """Whether a rank ended well before another one failed for want of it."""
-    noticed = failure.failed_at + _NOTICE
-    return ending.exit_code == 0 and not ending.stopped and ending.ended_at <= noticed
 
 
 def _ends_in_traceback(ending: Ending) -> bool:

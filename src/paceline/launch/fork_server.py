@@ -80,6 +80,7 @@ def _serve(connection: socket.socket, folder: str) -> _Rank | None:
             while stores:
                 os.kill(pid := stores.pop(), signal.SIGKILL)
                 os.waitpid(pid, 0)
+            _say(connection, stores_ended=True)
             continue
         parent = os.getpid()
         pid = os.fork()
@@ -138,7 +139,10 @@ def _say(connection: socket.socket, **message: Any) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    header, descriptors, _, _ = socket.recv_fds(connection, HEADER, 3)
+    try:
+        header, descriptors, _, _ = socket.recv_fds(connection, HEADER, 3)
+    except ConnectionResetError:  # it left before it had read all that was said
+        header = b""
     if not header:
         return None, []
     while len(header) < HEADER:
@@ -202,15 +206,17 @@ def _prepare(rank: _Rank) -> None:
     if threads != before and threads.isdigit() and int(threads) > 0:
         sys.modules["torch"].set_num_threads(int(threads))
     _open_standard_streams()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # it drew from the system's entropy once, for all ranks
-    gc.unfreeze()
+    # Both drew from the system's entropy when they were imported, once for all ranks.
+    sys.modules["numpy.random"].seed()
+    sys.modules["torch"].default_generator.seed()
 
 
 def _open_standard_streams() -> None:
     """As ``python -u`` opens them: unbuffered, in the encodings it chose for this process."""
-    encoding, errors = sys.stdin.encoding, sys.stdin.errors
-    sys.stdin = open(0, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+    keyboard = io.FileIO(0, "r", closefd=False)
+    keyboard.name = "<stdin>"
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(keyboard), sys.stdin.encoding, sys.stdin.errors)
+    sys.stdin.mode = "r"  # type: ignore[misc]
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
         raw = io.FileIO(number, "w", closefd=False)
@@ -253,7 +259,7 @@ def _main(descriptor: str, rank_main_file: str, kind: str, name: str, *_: str) -
         importlib.import_module(module)
 
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # so that collections in the ranks do not touch, and thereby copy, these pages
     folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(name))
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)

@@ -98,8 +98,10 @@ class ForkServer:
             self._send(request, [listener.fileno()])
 
     def close_stores(self) -> None:
-        """End all stores; their ports are free again soon."""
-        self._tell({"do": "end_stores"})
+        """End all stores; their ports are free again when this returns."""
+        self._send({"do": "end_stores"}, [])
+        self.obstacle()  # a greeting that was not yet read comes before the answer
+        self._answer()
         self._stores.clear()
 
     def processes(self) -> list[int]:

@@ -134,10 +134,10 @@ class _Launcher:
             if now.listener is not None:
                 server.open_store(now.listener, now.master_addr)
             verdict = job.settle(self._run_round(job, now, server, shared))
-            server.close_stores()
             self._write(verdict.report)
             if not verdict.again:
                 return verdict.status
+            server.close_stores()
 
     def _run_round(self, job: Job, now: Round, server: ForkServer, shared: Mapping[str, str]) -> Outcome:
         """Start this host's ranks and watch them; none of their processes is left afterwards."""
