@@ -52,12 +52,8 @@ def free_port() -> str:
 @contextmanager
 def hosts(folder: Path, text: str, *words: str, ranks: str = "1") -> Iterator[list[subprocess.Popen[str]]]:
     """Two launchers that meet on this machine."""
-    where = [
-        "--nnodes=2",
-        "--master_addr=127.0.0.1",
-        f"--master_port={free_port()}",
-        f"--nproc_per_node={ranks}",
-    ]
+    where = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    where.append(f"--nproc_per_node={ranks}")
     job = script(folder, PLACE + text)
     with ExitStack() as stack:
         yield [
@@ -189,9 +185,14 @@ def test_a_cut_cable_between_two_hosts(tmp_path: Path) -> None:
             words = command("--nnodes=2", f"--node_rank={host}", f"--master_addr={cable.addresses[0]}",
                             "--rdzv_conf=keep_alive_interval=3,keep_alive_max_attempt=2", job)  # fmt: skip
             launch = subprocess.Popen(
-                cable.command(host, *words), env=environment(FOLDER=str(tmp_path)), text=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            )  # fmt: skip
+                cable.command(host, *words),
+                env=environment(FOLDER=str(tmp_path)),
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
             stack.callback(_clean, launch)
             launches.append(launch)
         wait_for(started_ranks(tmp_path, 0, 2), launches[0])

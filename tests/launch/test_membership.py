@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.launch.config import Hosts
-from paceline.launch.coordinator import GATHERING, OVER, RUNNING, Membership
+from paceline.launch.coordinator import GATHERING, OVER, RUNNING, Membership, Refusal
 from paceline.launch.wire import PROTOCOL
 
 
@@ -41,7 +41,7 @@ class Job:
         hosts = Hosts(least, most, address="h0", port=1, **{"last_call": 0.0, **settings})
         self.state = Membership(hosts, max_restarts, quiet=False, open_store=lambda: 4000 + self.state.rounds)
 
-    def hello(self, name: str, rank: int | None = None, **changes: Any) -> tuple[Any, str | None]:
+    def hello(self, name: str, rank: int | None = None, **changes: Any) -> tuple[Any, Refusal | None]:
         connection: Any = FakeConnection()
         hosts = self.state.hosts
         words = {"protocol": PROTOCOL, "job": "none", "hosts": [hosts.least, hosts.most], "rank": rank}
@@ -224,11 +224,16 @@ def test_who_does_not_belong_is_turned_away(changes: dict[str, Any], text: str) 
     job = Job()
     job.join("h0", rank=0)
     _, refusal = job.hello("h1", **{"rank": 1, **changes})
-    assert refusal is not None and text in refusal
+    assert refusal is not None and text in refusal.reason
+    assert refusal.for_now == ("rank" in changes)
 
 
-def test_a_full_job_takes_nobody_in() -> None:
+def test_a_full_job_takes_nobody_in_but_a_host_that_was_started_again() -> None:
     job = Job()
-    started(job, "h0", "h1")
+    connections = started(job, "h0", "h1")
     _, refusal = job.hello("h2")
-    assert refusal == "all 2 hosts are there already"
+    assert refusal == Refusal("all 2 hosts are there already", for_now=True)
+    connections[1].silence = 4.0
+    _, refusal = job.hello("h1")
+    assert refusal is None
+    assert connections[0].heard("stop") == 1

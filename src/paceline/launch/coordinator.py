@@ -41,6 +41,14 @@ _GREETING = 5.0  # seconds a new connection has to say who it is
 GATHERING, RUNNING, COLLECTING, OVER = "gathering", "running", "collecting", "over"
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a launcher is turned away; ``for_now`` when it may well be taken in later."""
+
+    reason: str
+    for_now: bool = False
+
+
 @dataclass(eq=False)
 class Member:
     """One host's launcher, as the coordinator knows it."""
@@ -88,33 +96,45 @@ class Membership:
     _joined: list[str] = field(default_factory=list)
     _in_round: list[Member] = field(default_factory=list)
 
-    def welcome(self, connection: Connection, hello: dict[str, Any]) -> str | None:
+    def welcome(self, connection: Connection, hello: dict[str, Any]) -> Refusal | None:
         """A launcher introduces itself. Returns why it is turned away; None when it is taken in."""
-        hosts, wanted = self.hosts, hello["rank"]
+        hosts = self.hosts
         if hello["protocol"] != PROTOCOL:
-            return f"it speaks {hello['protocol']!r}, this host {PROTOCOL!r}; use one version on all hosts"
+            return Refusal(
+                f"it speaks {hello['protocol']!r}, this host {PROTOCOL!r}; use one version on all hosts"
+            )
         if hello["job"] != hosts.job:
-            return f"this is job {hosts.job!r} and not {hello['job']!r} (--rdzv_id)"
+            return Refusal(f"this is job {hosts.job!r} and not {hello['job']!r} (--rdzv_id)")
         if self.phase == OVER:
-            return "the job is over"
+            return Refusal("the job is over")
         if hello["hosts"] != [hosts.least, hosts.most]:
-            least, most = hello["hosts"]
-            return f"the main host has --num_machines {hosts.least}:{hosts.most}, and this one {least}:{most}"
-        same = [m for m in self.members if wanted is not None and m.wanted == wanted and not m.lost]
-        for member in same:
-            if member.connection.silent_for() < _PATIENCE:
-                return f"{member.name} has --machine_rank {wanted} as well"
-            self.lose(member, "it was started again")
-        present = [m for m in self.members if not m.lost]
-        if len(present) >= hosts.most:
-            return f"all {hosts.most} hosts are there already"
-        member = Member(connection, hello["name"], hello["ranks"], wanted, self._arrivals, hello["main"])
+            here, there = f"{hosts.least}:{hosts.most}", "{}:{}".format(*hello["hosts"])
+            return Refusal(f"the main host has --num_machines {here}, and this one {there}")
+        full = self._make_room(hello)
+        if full is not None:
+            return Refusal(full, for_now=True)
+        name, ranks, wanted = hello["name"], hello["ranks"], hello["rank"]
+        member = Member(connection, name, ranks, wanted, self._arrivals, hello["main"])
         member.clock = time.monotonic() - hello["now"]
         self._arrivals += 1
         self.members.append(member)
         if self.phase in (RUNNING, COLLECTING):
             self._joined.append(member.name)
             self._collect()
+        return None
+
+    def _make_room(self, hello: dict[str, Any]) -> str | None:
+        """Let a host that was started again take its silent former self's place. Returns why it cannot."""
+        wanted = hello["rank"]
+        present = [member for member in self.members if not member.lost]
+        for member in present:
+            taken = wanted is not None and member.wanted == wanted
+            if (taken or member.name == hello["name"]) and member.connection.silent_for() >= _PATIENCE:
+                self.lose(member, "it was started again")
+            elif taken:
+                return f"{member.name} has --machine_rank {wanted} as well"
+        if sum(not member.lost for member in present) >= self.hosts.most:
+            return f"all {self.hosts.most} hosts are there already"
         return None
 
     def hear(self, member: Member, message: dict[str, Any]) -> None:
@@ -330,7 +350,8 @@ class Coordinator:
         except (KeyError, TypeError, ValueError):
             connection.close()  # somebody else's protocol
             return
-        connection.send(kind="welcome", protocol=PROTOCOL, refusal=refusal)
+        answer = None if refusal is None else {"reason": refusal.reason, "for_now": refusal.for_now}
+        connection.send(kind="welcome", protocol=PROTOCOL, refusal=answer)
         if refusal is not None:
             connection.close()
             return

@@ -152,39 +152,39 @@ class HostsJob:
             ) from None
 
     def _connect(self) -> _Link:
-        """Reach the main host, however long it takes to be there."""
+        """Reach the main host, however long it takes to be there and to take us in."""
         hosts, began, told_at, strangers = self._hosts, time.monotonic(), time.monotonic(), 0
         where = f"{hosts.address}:{hosts.port}"
         while True:
             try:
                 sock = socket.create_connection((hosts.address, hosts.port), timeout=_ATTEMPT)
-                link = self._introduce(Connection(sock))
-                if link is not None:
-                    return link
-                strangers += 1
-                reason = "something answers there that is no paceline launcher"
+                answer = self._introduce(Connection(sock))
+                if isinstance(answer, _Link):
+                    return answer
+                strangers += answer is None
+                reason = answer or "something answers there that is no paceline launcher"
             except OSError as error:
                 reason = error.strerror or str(error)
             if strangers >= _STRANGERS:
-                raise LaunchError(
-                    f"{where}: {reason}; name another port with --main_process_port on all hosts"
-                )
-            waited = time.monotonic() - began
+                raise LaunchError(f"{where}: {reason}; name another port on all hosts (--main_process_port)")
+            waited, limit = time.monotonic() - began, f"{hosts.join_timeout:.0f} s"
             if waited > hosts.join_timeout:
-                raise LaunchError(
-                    f"the main host {where} was not there within {hosts.join_timeout:.0f} s: {reason}"
-                )
+                raise LaunchError(f"the main host {where} was not there within {limit}: {reason}")
             if time.monotonic() - told_at > _TELL:
                 told_at = time.monotonic()
-                self._say(f"paceline launch: waiting for the main host {where} ({waited:.0f} s of "
-                          f"{hosts.join_timeout:.0f} s): {reason}\n")  # fmt: skip
+                wait = f"{waited:.0f} s of {limit}"
+                self._say(f"paceline launch: waiting for the main host {where} ({wait}): {reason}\n")
             self._pause(0.5)
 
-    def _introduce(self, connection: Connection) -> _Link | None:
-        """Say who we are; None when nobody answers who knows our words.
+    def _introduce(self, connection: Connection) -> _Link | str | None:
+        """Say who we are.
+
+        Returns:
+            The link when we are taken in, why not when we are turned away for now, and None when nobody
+            answers who knows our words.
 
         Raises:
-            LaunchError: we are turned away.
+            LaunchError: we are turned away for good.
         """
         hosts = self._hosts
         connection.send(
@@ -199,16 +199,19 @@ class HostsJob:
         )
         link = _Link(connection)
         deadline = time.monotonic() + _ANSWER
-        while time.monotonic() < deadline and not connection.closed:
-            message = link.take("welcome")
-            if message is not None:
-                if message["refusal"]:
-                    link.close()
-                    raise LaunchError(f"turned away by the main host {hosts.address}: {message['refusal']}")
-                return link
+        while (welcome := link.take("welcome")) is None and not link.lost(_ANSWER):
+            if time.monotonic() > deadline:
+                break
             self._pause(0.02)
+        if welcome is not None and not welcome["refusal"]:
+            return link
         link.close()
-        return None
+        if welcome is None:
+            return None
+        reason = str(welcome["refusal"]["reason"])
+        if not welcome["refusal"]["for_now"]:
+            raise LaunchError(f"turned away by the main host {hosts.address}: {reason}")
+        return reason
 
     def _wait_for(self, link: _Link, *kinds: str) -> dict[str, Any]:
         while not link.lost(self._hosts.silence):
