@@ -182,6 +182,7 @@ def test_an_elastic_job_goes_on_without_a_host_and_takes_newcomers_in() -> None:
     assert h0.last("stop")
     job.outcome(h0, ending(0, -15, stopped=True))
     assert h0.last("verdict")["again"] and "host h2 has joined" in h0.last("verdict")["report"]
+    assert h2.heard("verdict") == 0
     job.say(h0, "ready")
     job.state.look()
     assert h2.last("round")["local_world_sizes"] == [2, 2]

@@ -237,7 +237,8 @@ class Membership:
         if not verdict.again:
             self._end(verdict)
             return
-        self._broadcast(kind="verdict", again=True, status=verdict.status, report=verdict.report)
+        for member in self._in_round:  # not to newcomers, who wait for a round
+            member.connection.send(kind="verdict", again=True, status=verdict.status, report=verdict.report)
         gone = [m for m in self._in_round if m.lost or (m.outcome or {}).get("told") is not None]
         self.members = [member for member in self.members if member not in gone]
         self.phase, self._in_round, self._enough_since = GATHERING, [], None

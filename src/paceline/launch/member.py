@@ -66,7 +66,8 @@ class HostsJob:
         link.connection.send(kind="ready")
         message = self._wait_for(link, "round", "verdict")
         if message["kind"] == "verdict":  # not enough hosts came
-            raise LaunchError(message["report"].removeprefix("paceline launch: ").rstrip())
+            reason = message["report"].removeprefix("paceline launch: ").rstrip()
+            raise LaunchError(reason or "the job ended while this host waited to take part")
         here = self._hosts.local_address or link.connection.address().removeprefix("::ffff:")
         main = message["group_rank"] == 0 and self._coordinator is not None
         return Round(
