@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline import environment
 from paceline.about import about
 from paceline.errors import ArgumentError, PacelineError
-from paceline.launch.config_file import default_config_file
+from paceline.launch.config_file import default_config_file, find_config_file
 from paceline.launch.flags import add_launch_arguments, config_from
 from paceline.launch.questions import ask, write
 
@@ -68,14 +68,25 @@ def _parser() -> argparse.ArgumentParser:
 def _launch(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
     from paceline.launch.launcher import launch  # here, so that a wrong command line is answered at once
 
-    return launch(config_from(understood, unknown, environment.snapshot()))
+    config = config_from(understood, unknown, environment.snapshot())
+    _tell_default_config_file(understood)
+    return launch(config)
 
 
 def _test(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
     from paceline.launch.launcher import launch
 
     understood.module, understood.script, understood.script_arguments = True, "paceline.self_test", ()
-    return launch(config_from(understood, unknown, environment.snapshot()))
+    config = config_from(understood, unknown, environment.snapshot())
+    _tell_default_config_file(understood)
+    return launch(config)
+
+
+def _tell_default_config_file(understood: argparse.Namespace) -> None:
+    """A file that nobody named on the command line has its say: whoever wonders may know."""
+    found = find_config_file(environment.snapshot())
+    if understood.config_file is None and found is not None:
+        print(f"paceline {understood.command}: options that are not given come from {found}", file=sys.stderr)
 
 
 def _config(understood: argparse.Namespace, unknown: Sequence[str]) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -26,21 +28,35 @@ VISIBLE = {
 }
 
 
-def count_devices() -> tuple[int, str]:
-    """Number of accelerators that PyTorch sees here, and their type (0 and "cpu" without one).
+def start_counting() -> Callable[[], tuple[int, str]]:
+    """Begin to count the accelerators that PyTorch sees here.
 
-    Asked in a process of its own: the launcher stays without torch, which takes seconds to import,
-    and without an accelerator's context.
+    It is asked in a process of its own: the launcher stays without torch, which takes seconds to
+    import, and without an accelerator's context.
+
+    Returns:
+        A function that waits for the answer: their number and type (0 and "cpu" without one).
     """
     if _torch_is_for_cpus():
-        return 0, "cpu"
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNT], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        return lambda: (0, "cpu")
+    asked = subprocess.Popen(
+        [sys.executable, "-c", _COUNT],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
-    if done.returncode:
-        return 0, "cpu"
-    number, kind = done.stdout.split()[-2:]
-    return int(number), kind
+
+    def answer() -> tuple[int, str]:
+        words = asked.communicate()[0].split()[-2:]
+        return (int(words[0]), words[1]) if asked.returncode == 0 else (0, "cpu")
+
+    return functools.cache(answer)
+
+
+def count_devices() -> tuple[int, str]:
+    """Number of accelerators that PyTorch sees here, and their type (0 and "cpu" without one)."""
+    return start_counting()()
 
 
 def device_count() -> int:

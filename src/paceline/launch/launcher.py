@@ -32,7 +32,7 @@ from paceline import environment
 from paceline.errors import LaunchError
 from paceline.launch.attempt import Attempt, AttemptFolder, Screens
 from paceline.launch.config import LaunchConfig
-from paceline.launch.devices import VISIBLE, count_devices
+from paceline.launch.devices import VISIBLE, start_counting
 from paceline.launch.failure import only_lost_peers
 from paceline.launch.forks import ForkServer, Interrupted
 from paceline.launch.guardian import Guardian
@@ -93,23 +93,28 @@ class _Launcher:
 
     def run(self, inherited: Mapping[str, str]) -> int:
         """Run all rounds. Returns the exit status (see the function ``launch``)."""
-        devices, kind = (0, "cpu") if self._config.cpu else count_devices()
-        ranks = self._config.ranks_per_host or max(1, devices)
-        shared = shared_environment(
-            inherited,
-            {**self._config.variables, **self._visible_devices(kind)},
-            local_world_size=ranks,
-            use_cpu=devices == 0,
-            single_host=not self._config.hosts.several,
-            run_id=self._run_id,
-        )
+        count = (lambda: (0, "cpu")) if self._config.cpu else start_counting()
+        ranks = self._config.ranks_per_host or max(1, min(count()[0], self._most_devices()))
+
+        def shared(use_cpu: bool, variables: Mapping[str, str]) -> dict[str, str]:
+            return shared_environment(
+                inherited,
+                {**self._config.variables, **variables},
+                local_world_size=ranks,
+                use_cpu=use_cpu,
+                single_host=not self._config.hosts.several,
+                run_id=self._run_id,
+            )
+
         with ExitStack() as stack:
-            server = ForkServer(rank_program(self._config), shared, lambda: self._inbox.told_to_end)
+            before_torch = shared(self._config.cpu, {})
+            server = ForkServer(rank_program(self._config), before_torch, lambda: self._inbox.told_to_end)
             stack.callback(server.close)
             job = self._join_job(ranks)
             stack.callback(job.close)
             try:
-                return self._rounds(job, server, shared)
+                devices, kind = count()
+                return self._rounds(job, server, shared(devices == 0, self._visible_devices(kind)))
             except Interrupted:  # before there was any rank
                 number = self._inbox.received[0]
                 self._write(f"paceline launch: ended by {signal.Signals(number).name}\n")
@@ -203,6 +208,10 @@ class _Launcher:
             hurry=lambda: len(self._inbox.received) > known,  # a second Ctrl-C
             output_limit=_OUTPUT_LIMIT if known else None,
         )
+
+    def _most_devices(self) -> int:
+        ids = self._config.gpu_ids
+        return sys.maxsize if ids is None else len(ids.split(","))
 
     def _visible_devices(self, kind: str) -> dict[str, str]:
         ids = self._config.gpu_ids
