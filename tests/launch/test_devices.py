@@ -33,7 +33,7 @@ def test_devices_are_counted_without_importing_torch_here(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text(version)
     (tmp_path / "torch" / "__init__.py").write_text(torch)
-    code = "import sys; from paceline.launch.devices import count_devices as c; print(c(), 'torch' in sys.modules)"
+    code = "import sys\nfrom paceline.launch.devices import *\nprint(count_devices(), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(PYTHONPATH=f"{tmp_path}:{SOURCE}"),

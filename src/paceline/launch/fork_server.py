@@ -18,7 +18,7 @@ Note: what a rank must not notice
 Note: the store has a process of its own
     A TCPStore serves from a thread, and a process with threads should not be forked.
 
-Runs as a script; standard library and torch only.
+Runs as a script; standard library, torch and what it borrows from paceline only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import threading
 import types
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 HEADER = 8  # bytes: length of the message that follows, as text
@@ -194,16 +193,15 @@ def _be_store(request: dict[str, Any], listener: int) -> None:
         signal.pause()
 
 
-def _prepare(rank: _Rank) -> None:
+def _prepare(rank: _Rank, environment: Any) -> None:
     """Make the child look like a Python that was just started."""
     for target, descriptor in enumerate(rank.streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ.clear()
-    os.environ.update(rank.request["environment"])
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads != before and threads.isdigit() and int(threads) > 0:
+    before, values = environment.snapshot(), rank.request["environment"]
+    environment.replace_variables(values)
+    threads = values.get("OMP_NUM_THREADS", "")
+    if threads != before.get("OMP_NUM_THREADS") and threads.isdigit() and int(threads) > 0:
         sys.modules["torch"].set_num_threads(int(threads))
     _open_standard_streams()
     # Both drew from the system's entropy when they were imported, once for all ranks.
@@ -234,30 +232,30 @@ def _open_standard_streams() -> None:
         setattr(sys, f"__{name}__", getattr(sys, name))
 
 
-def _load(path: str) -> types.ModuleType:
-    """A file beside this one, which is not to be found by the name of its package in a rank."""
-    spec = spec_from_file_location("rank_main", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _borrow(source: str, *names: str) -> list[types.ModuleType]:
+    """Import modules of paceline without leaving a trace: the script may have a paceline of its own."""
+    sys.path.insert(0, source)
+    try:
+        return [importlib.import_module(name) for name in names]
+    finally:
+        sys.path.remove(source)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "paceline"]:
+            del sys.modules[name]
 
 
-def _main(descriptor: str, rank_main_file: str, kind: str, name: str, *_: str) -> None:
+def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     """Serve, and in each forked child become the rank.
 
     Args:
         descriptor: number of the socket to the launcher.
-        rank_main_file: path of ``rank_main.py``.
+        source: the folder that has paceline.
         kind, name: what the ranks run, here only for whoever lists processes, and to look at its folder.
     """
     if not sys.flags.safe_path:
         sys.path[0] = "/nonexistent"  # not this folder, whose modules have common names
-    rank_main = _load(rank_main_file)
+    environment, rank_main = _borrow(source, "paceline.environment", "paceline.launch.rank_main")
     for module in ("torch.distributed", "numpy.random"):
         importlib.import_module(module)
-
     gc.collect()
     gc.freeze()  # so that collections in the ranks do not touch, and thereby copy, these pages
     folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(name))
@@ -267,7 +265,7 @@ def _main(descriptor: str, rank_main_file: str, kind: str, name: str, *_: str) -
     if rank is None:
         os._exit(0)
     connection.detach()
-    _prepare(rank)
+    _prepare(rank, environment)
     request = rank.request
     rank_main.run(request["kind"], request["name"], *request["arguments"], hide=(__file__,))
 

@@ -12,10 +12,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.launch import fork_server, rank_main
+from paceline.launch import fork_server
 from paceline.launch.leash import leash
 
 _STEP = 0.2  # seconds between two looks at what the launcher was told, while the server works
@@ -50,7 +51,7 @@ class ForkServer:
             "-u",
             fork_server.__file__,
             str(theirs.fileno()),
-            rank_main.__file__,
+            str(Path(fork_server.__file__).parents[2]),
             *program,
         ]
         try:

@@ -121,7 +121,7 @@ class Job(Protocol):
         """Leave the job."""
 
 
-class LocalJob:
+class LocalJob(Job):
     """The job of a single host.
 
     Args:

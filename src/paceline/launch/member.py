@@ -16,7 +16,7 @@ from paceline.errors import LaunchError
 from paceline.launch.config import Hosts
 from paceline.launch.coordinator import Coordinator
 from paceline.launch.forks import Interrupted
-from paceline.launch.job import Events, Outcome, Round, Verdict, judge
+from paceline.launch.job import Events, Job, Outcome, Round, Verdict, judge
 from paceline.launch.wire import BEAT, PROTOCOL, Connection, interface_of, is_ours
 
 _ANSWER = 5.0  # seconds until a main host that answers at all has said who it is
@@ -27,7 +27,7 @@ _STRANGERS = 3  # answers that are not a launcher's before we believe it
 _STDERR_SENT = 20_000  # characters of each rank's stderr that the report may need
 
 
-class HostsJob:
+class HostsJob(Job):
     """The job of several hosts, as the launcher of one of them takes part in it (see ``job.Job``).
 
     Args:
