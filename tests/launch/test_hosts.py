@@ -154,6 +154,19 @@ def test_a_taken_port_and_a_missing_main_host_are_errors(tmp_path: Path) -> None
     assert f"the main host 127.0.0.1:{port} was not there within 1 s: Connection refused" in err
 
 
+def test_the_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
+    job = script(tmp_path, PLACE + "print(world_size, host)")
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "localhost"}
+    step |= {"SLURM_JOB_ID": str(os.getpid()), "FOLDER": str(tmp_path)}
+    with ExitStack() as stack:
+        launches = [
+            stack.enter_context(started("--nproc_per_node=1", job, **step, SLURM_NODEID=str(node)))
+            for node in range(2)
+        ]
+        (zero, out0, err0), (one, out1, err1) = ends(launches)
+    assert (zero, out0, one, out1) == (0, "[rank0]: 2 0\n", 0, "[rank1]: 2 1\n"), err0 + err1
+
+
 @pytest.mark.slow
 def test_an_elastic_job_takes_a_host_in_and_lets_it_go(tmp_path: Path) -> None:
     conf = "--rdzv_conf=last_call_timeout=0"

@@ -51,51 +51,72 @@ class _Rank:
     streams: list[int]
 
 
-def _serve(connection: socket.socket, folder: str) -> _Rank | None:
-    """Answer requests until the launcher is gone. Returns in a forked child that is to become a rank."""
-    wake_reader, wake_writer = os.pipe()
-    os.set_blocking(wake_reader, False)
-    os.set_blocking(wake_writer, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    living: set[int] = set()
-    stores: set[int] = set()
-    _say(connection, obstacle=_obstacle(folder))
-    while True:
-        sources: list[Any] = [connection, wake_reader]
-        ready, _, _ = select.select(sources, [], [])
-        if wake_reader in ready:
-            _drain(wake_reader)
-            _report_endings(connection, living)
-        if connection not in ready:
-            continue
-        request, descriptors = _receive(connection)
-        if request is None:
-            return None
-        if request["do"] == "reap":
-            os.waitpid(request["pid"], 0)
-            continue
-        if request["do"] == "end_stores":
-            while stores:
-                os.kill(pid := stores.pop(), signal.SIGKILL)
-                os.waitpid(pid, 0)
-            _say(connection, stores_ended=True)
-            continue
+class _Server:
+    """Answers requests, and knows which of its children are ranks and which are stores."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        self._ranks: set[int] = set()
+        self._stores: set[int] = set()
+
+    def serve(self) -> _Rank | None:
+        """Until the launcher is gone. Returns a rank in a forked child that is to become one."""
+        while True:
+            sources: list[Any] = [self._connection, self._wake_reader]
+            ready, _, _ = select.select(sources, [], [])
+            if self._wake_reader in ready:
+                _drain(self._wake_reader)
+                self._report_endings()
+            if self._connection in ready:
+                request, descriptors = _receive(self._connection)
+                if request is None:
+                    return None
+                if request["do"] in ("fork", "store"):
+                    rank = self._fork(request, descriptors)
+                    if rank is not None:
+                        return rank
+                elif request["do"] == "reap":
+                    os.waitpid(request["pid"], 0)
+                else:
+                    self._end_stores()
+
+    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> _Rank | None:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_child(parent, (connection.fileno(), wake_reader, wake_writer))
+            _become_child(parent, (self._connection.detach(), self._wake_reader, self._wake_writer))
             if request["do"] == "store":
                 _be_store(request, descriptors[0])
             return _Rank(request, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         if request["do"] == "fork":
-            living.add(pid)
-            _say(connection, pid=pid)
+            self._ranks.add(pid)
+            _say(self._connection, pid=pid)
         else:
-            stores.add(pid)
-            _say(connection, store=pid)
+            self._stores.add(pid)
+            _say(self._connection, store=pid)
+        return None
+
+    def _end_stores(self) -> None:
+        while self._stores:
+            pid = self._stores.pop()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        _say(self._connection, stores_ended=True)
+
+    def _report_endings(self) -> None:
+        for pid in sorted(self._ranks):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                self._ranks.discard(pid)
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                _say(self._connection, ended=pid, code=code)
 
 
 def _obstacle(folder: str) -> str | None:
@@ -122,15 +143,6 @@ def _modules_in(folder: str) -> set[str]:
             if entry.name.endswith((".py", ".so", ".pyc"))
             or os.path.exists(os.path.join(folder, entry.name, "__init__.py"))
         }
-
-
-def _report_endings(connection: socket.socket, living: set[int]) -> None:
-    for pid in sorted(living):
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None:
-            living.discard(pid)
-            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            _say(connection, ended=pid, code=code)
 
 
 def _say(connection: socket.socket, **message: Any) -> None:
@@ -261,10 +273,11 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(name))
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
-    rank = _serve(connection, folder)
+    server = _Server(connection)
+    _say(connection, obstacle=_obstacle(folder))
+    rank = server.serve()
     if rank is None:
         os._exit(0)
-    connection.detach()
     _prepare(rank, environment)
     request = rank.request
     rank_main.run(request["kind"], request["name"], *request["arguments"], hide=(__file__,))
