@@ -79,7 +79,7 @@ def test_fsdp_and_dynamo(tmp_path: Path) -> None:
         "use_fsdp": True,
         "fsdp_version": "2",
         "fsdp_offload_params": "false",
-        "fsdp_state_dict_type": "FULL",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
         "dynamo_backend": "inductor",
         "dynamo_use_dynamic": True,
     }

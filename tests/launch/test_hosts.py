@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch.wire import interface_of, is_ours
 from tests.launch.launching import (
     LIMIT,
     command,
@@ -232,8 +233,6 @@ def _clean(launch: subprocess.Popen[str]) -> None:
 
 
 def test_the_main_host_is_told_by_its_address() -> None:
-    from paceline.launch.wire import interface_of, is_ours
-
     assert is_ours("127.0.0.1") and is_ours("localhost") and not is_ours("192.0.2.1")
     assert not is_ours("no-such-host.invalid")
     if os.path.exists("/sys/class/net/lo"):

@@ -124,6 +124,8 @@ class ForkServer:
     def close(self) -> None:
         """End the server, and with it whatever it forked."""
         self._connection.close()
+        if not self._greeted:  # it may be busy for seconds, importing torch
+            self._process.kill()
         try:
             self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:

@@ -40,7 +40,6 @@ class Round:
         master_addr, master_port: where the ranks' store is.
         listener: the store's listening socket, on the host that has it.
         interface: network interface of this host that leads to the others; None for a single host.
-        host: name of this host in reports; empty for a single host.
     """
 
     number: int
@@ -50,7 +49,6 @@ class Round:
     master_port: int
     listener: socket.socket | None = None
     interface: str | None = None
-    host: str = ""
 
 
 @dataclass(frozen=True)

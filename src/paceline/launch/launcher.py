@@ -129,7 +129,7 @@ class _Launcher:
             ranks,
             config.max_restarts,
             quiet=config.quiet,
-            interrupted=lambda: self._inbox.told_to_end,
+            told_to_end=lambda: next(iter(self._inbox.received), None),
             say=self._write,
         )
 

@@ -35,7 +35,8 @@ class HostsJob(Job):
         ranks: number of ranks of this host.
         max_restarts: how often all ranks are started again; the main host's word counts.
         quiet: report the first failure's own words only; the main host's word counts.
-        interrupted: asked while waiting; true raises ``Interrupted`` there.
+        told_to_end: asked while waiting, for the signal that told the launcher to end, if one did;
+            until the ranks have run it raises ``Interrupted`` there.
         say: shows a line.
 
     Raises:
@@ -49,12 +50,12 @@ class HostsJob(Job):
         max_restarts: int,
         *,
         quiet: bool,
-        interrupted: Callable[[], bool],
+        told_to_end: Callable[[], int | None],
         say: Callable[[str], None],
     ) -> None:
         self._hosts, self._ranks, self._quiet = hosts, ranks, quiet
         self._max_restarts = max_restarts
-        self._interrupted, self._say = interrupted, say
+        self._told_to_end, self._say = told_to_end, say
         self._name = f"{socket.gethostname()}"
         self._coordinator = self._coordinate(max_restarts)
         self._link: _Link | None = None
@@ -78,7 +79,6 @@ class HostsJob(Job):
             master_port=message["port"],
             listener=self._coordinator.take_store() if main and self._coordinator else None,
             interface=interface_of(here),
-            host=self._name,
         )
 
     def stop_requested(self) -> bool:
@@ -99,13 +99,12 @@ class HostsJob(Job):
         while not link.lost(patience):
             message = link.take("verdict")
             if message is not None:
+                left = 128 + outcome.told if outcome.told is not None else 0
                 again = message["again"] and outcome.told is None
-                return Verdict(
-                    again, message["status"] or (128 + outcome.told if outcome.told else 0), message["report"]
-                )
-            if outcome.told is None and self._interrupted():
-                outcome = Outcome(outcome.endings, 2)
-                link.connection.send(kind="outcome", told=2, endings=endings)
+                return Verdict(again, message["status"] or left, message["report"])
+            if outcome.told is None and (told := self._told_to_end()) is not None:
+                outcome = Outcome(outcome.endings, told)
+                link.connection.send(kind="outcome", told=told, endings=endings)
             time.sleep(0.05)
         return self._settle_alone(link, outcome)
 
@@ -117,12 +116,8 @@ class HostsJob(Job):
 
     def _settle_alone(self, link: _Link, outcome: Outcome) -> Verdict:
         """What follows when the main host cannot be asked."""
-        ended = link.connection.closed
-        why = (
-            "its launcher ended"
-            if ended
-            else f"nothing was heard of it for {link.connection.silent_for():.0f} s"
-        )
+        ended, silent = link.connection.closed, link.connection.silent_for()
+        why = "its launcher ended" if ended else f"nothing was heard of it for {silent:.0f} s"
         lost = f"the main host {self._hosts.address}: {why}"
         endings = [dataclasses.replace(ending, host=self._name) for ending in outcome.endings]
         told = (self._name, outcome.told) if outcome.told is not None else None
@@ -226,7 +221,7 @@ class HostsJob(Job):
         raise LaunchError(f"lost the main host {self._hosts.address} while waiting for the other hosts")
 
     def _pause(self, seconds: float) -> None:
-        if self._interrupted():
+        if self._told_to_end() is not None:
             raise Interrupted
         time.sleep(seconds)
 
