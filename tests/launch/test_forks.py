@@ -11,7 +11,17 @@ import pytest
 
 from paceline.launch.config import LaunchConfig
 from paceline.launch.rank_process import may_fork
-from tests.launch.launching import LIMIT, descendants, pids_in, run, script, started, still_alive, wait_for
+from tests.launch.launching import (
+    LIMIT,
+    SOURCE,
+    descendants,
+    pids_in,
+    run,
+    script,
+    started,
+    still_alive,
+    wait_for,
+)
 
 LOOK = """
 import atexit, json, os, random, signal, sys, threading
@@ -47,14 +57,11 @@ def seen(folder: Path, *words: str, **extra: str) -> tuple[list[dict[str, object
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["script", "module", "raise"])
+@pytest.mark.parametrize("kind", ["module", "raise"])
 def test_a_forked_rank_sees_what_a_started_one_sees(tmp_path: Path, kind: str) -> None:
     job = script(tmp_path, LOOK, "my_job.py")
     what = ["-m", "my_job", "a"] if kind == "module" else [str(job), "a", kind]
-    extra = {"FOLDER2": "x", "PYTHONPATH": f"{tmp_path}"} if kind == "module" else {}
-    source = str(Path(__file__).resolve().parents[2] / "src")
-    if extra:
-        extra["PYTHONPATH"] = f"{tmp_path}:{source}"
+    extra = {"PYTHONPATH": f"{tmp_path}:{SOURCE}"} if kind == "module" else {}
     forked, forked_out = seen(tmp_path / "forked", *what, **extra)
     plain, plain_out = seen(tmp_path / "plain", "--start_method=spawn", *what, **extra)
     for rank in range(2):
@@ -68,7 +75,10 @@ def test_a_forked_rank_sees_what_a_started_one_sees(tmp_path: Path, kind: str) -
         assert "fork_server" not in out and "rank_main" not in out
         assert "[rank0]: left" in out
     if kind == "raise":
-        ends = [out.splitlines()[-3:] for out in (forked_out, plain_out)]
+        # Which of the two ranks is first is chance.
+        ends = [
+            [line.partition(": ")[2] for line in out.splitlines()[-3:]] for out in (forked_out, plain_out)
+        ]
         assert ends[0] == ends[1] and "IndexError" in ends[0][-1]
 
 
@@ -123,8 +133,7 @@ def test_ctrl_c_while_torch_is_being_imported(tmp_path: Path) -> None:
         f"import time\nopen({str(tmp_path / 'began')!r}, 'w').close()\ntime.sleep(300)"
     )
     (slow / "version.py").write_text("cuda = None")
-    source = str(Path(__file__).resolve().parents[2] / "src")
-    with started(script(tmp_path, "print('never')"), PYTHONPATH=f"{tmp_path}:{source}") as launch:
+    with started(script(tmp_path, "print('never')"), PYTHONPATH=f"{tmp_path}:{SOURCE}") as launch:
         wait_for([tmp_path / "began"], launch)
         below = descendants(launch.pid)
         launch.send_signal(signal.SIGINT)
