@@ -98,6 +98,8 @@ def test_all_hosts_end_well() -> None:
     assert job.state.phase == RUNNING and h1.heard("stop") == 0
     job.outcome(h1, ending(2), ending(3))
     assert job.state.phase == OVER
+    job.state.look()
+    assert h0.heard("verdict") == h1.heard("verdict") == 1
     assert h0.last("verdict") == h1.last("verdict")
     assert (h0.last("verdict")["status"], h0.last("verdict")["report"]) == (0, "")
 

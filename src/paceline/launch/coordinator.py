@@ -171,7 +171,7 @@ class Membership:
                 self.lose(member, f"nothing was heard of it for {silent:.0f} s")
         if self.phase == GATHERING:
             self._gather()
-        elif all(member.ended for member in self._in_round):
+        elif self.phase != OVER and all(member.ended for member in self._in_round):
             self._conclude()
 
     def _gather(self) -> None:
