@@ -150,7 +150,7 @@ open(f"{folder}/ready_{rank}", "w").close()
 while True: time.sleep(1)
 """
     job = script(tmp_path, FAMILY + tidy)
-    with started("--num_processes", "2", job, FOLDER=str(tmp_path)) as launch:
+    with started("--num_processes=2", "--shutdown_timeout=3", job, FOLDER=str(tmp_path)) as launch:
         wait_for([tmp_path / "ready_0", tmp_path / "ready_1"], launch)
         launch.terminate()
         launch.communicate(timeout=LIMIT)

@@ -112,6 +112,21 @@ def test_a_script_that_sets_what_importing_torch_reads_is_started_anew(
     assert may_fork(LaunchConfig(str(script(tmp_path, text)))) == fork
 
 
+def test_so_is_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    for name in ("package/train.py", "package/__main__.py"):
+        (tmp_path / name).write_text("os.environ['MKL_NUM_THREADS'] = '1'")
+    (tmp_path / "package" / "other.py").write_text("")
+    for name, fork in (
+        ("package.train", False),
+        ("package", False),
+        ("package.other", True),
+        ("json.tool", True),
+    ):
+        assert may_fork(LaunchConfig(name, module=True)) == fork
+
+
 def test_no_fork_without_python_or_where_it_was_not_wanted(tmp_path: Path) -> None:
     job = str(script(tmp_path, ""))
     assert may_fork(LaunchConfig(job))

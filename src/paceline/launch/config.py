@@ -117,7 +117,8 @@ class LaunchConfig:
         output: where output goes.
         variables: set in the environment of every rank.
         max_restarts: how often all ranks are started again after one failed.
-        grace: seconds a rank has to end before SIGKILL; None is 2 after a failure, 5 after a signal.
+        grace: seconds a rank has to end before SIGKILL; None is 2 after a failure, 5 after
+            Ctrl-C, 30 after another signal.
         signals: those that are passed on to the ranks.
         look: seconds between two looks at the ranks.
         quiet: report the first failure's own words only.

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -46,7 +46,8 @@ _LAST_WORDS = 0.1  # seconds for what a failed rank wrote last to be read, and f
 _SETTLE = 1.0  # seconds to wait for the cause when all that is known is that a peer was lost
 _GRACE_AFTER_FAILURE = 2.0  # seconds a rank has to end after another one failed
 _OUTPUT_LIMIT = 2.0  # seconds for whoever reads our output to take the rest, once we were told to end
-_GRACE_AFTER_SIGNAL = 5.0  # seconds a rank has to end when the launcher was told to
+_GRACE_AFTER_INTERRUPT = 5.0  # seconds a rank has to end after Ctrl-C, with somebody waiting for it
+_GRACE_AFTER_SIGNAL = 30.0  # ... after SIGTERM, which schedulers send half a minute before they kill
 
 
 def launch(config: LaunchConfig) -> int:
@@ -201,10 +202,9 @@ class _Launcher:
     def _stop(self, attempt: Attempt) -> None:
         known = len(self._inbox.received)
         number = self._inbox.received[0] if known else signal.SIGTERM
-        usual = _GRACE_AFTER_SIGNAL if known else _GRACE_AFTER_FAILURE
         self._reader_stuck = not attempt.stop(
             number,
-            usual if self._config.grace is None else self._config.grace,
+            _usual_grace(self._inbox.received) if self._config.grace is None else self._config.grace,
             hurry=lambda: len(self._inbox.received) > known,  # a second Ctrl-C
             output_limit=_OUTPUT_LIMIT if known else None,
         )
@@ -222,6 +222,12 @@ class _Launcher:
     def _write(self, text: str) -> None:
         if text and not self._reader_stuck:
             self._screens.stderr.write(None, text.encode(errors="replace"))
+
+
+def _usual_grace(received: Sequence[int]) -> float:
+    if not received:
+        return _GRACE_AFTER_FAILURE
+    return _GRACE_AFTER_INTERRUPT if received[0] == signal.SIGINT else _GRACE_AFTER_SIGNAL
 
 
 def _seats(now: Round) -> list[RankSeat]:

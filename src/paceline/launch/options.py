@@ -172,8 +172,8 @@ def _ends() -> Iterator[Option]:
 
     yield option(
         "shutdown_timeout",
-        "seconds a rank has to end before SIGKILL (default: 5 when the "
-        "launcher is told to end, 2 after a failure)",
+        "seconds a rank has to end before SIGKILL (default: 2 after a failure, 5 after Ctrl-C, "
+        "30 after SIGTERM)",
         seconds,
         "S",
     )

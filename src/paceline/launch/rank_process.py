@@ -185,9 +185,18 @@ def may_fork(config: LaunchConfig) -> bool:
     """Whether ranks may be forked, as far as the options and the script's text tell."""
     if not config.fork or config.no_python or sys.platform != "linux":
         return False
-    if config.module:
-        return True
-    return _is_source(config.script) and not _READ_ON_IMPORT.search(Path(config.script).read_bytes())
+    if not config.module and not _is_source(config.script):
+        return False
+    texts = (path.read_bytes() for path in _sources(config) if path.is_file())
+    return not any(_READ_ON_IMPORT.search(text) for text in texts)
+
+
+def _sources(config: LaunchConfig) -> list[Path]:
+    """The files that may be the script; a module is looked for where most are, below the working folder."""
+    if not config.module:
+        return [Path(config.script)]
+    path = Path(*config.script.split("."))
+    return [path.with_suffix(".py"), path / "__main__.py"]
 
 
 def _is_source(script: str) -> bool:
