@@ -22,7 +22,7 @@ SCRIPT = """
 import time; first = time.time()
 import os, torch
 ready = time.time()
-with open(os.path.join(os.environ["FOLDER"], os.environ["RANK"]), "w") as file:
+with open(os.path.join(os.environ["FOLDER"], os.environ.get("RANK", "0")), "w") as file:
     file.write(f"{first} {ready}")
 """
 BIN = Path(sys.executable).parent

@@ -27,6 +27,7 @@ def about(environment: Mapping[str, str]) -> str:
 def _facts(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     import torch  # here, so that other commands need not wait for it
 
+    from paceline.comm.native import why_unavailable
     from paceline.comm.select import choose_backend, choose_device
     from paceline.launch.config_file import find_config_file
     from paceline.launch.rank_environment import usable_cores
@@ -43,6 +44,7 @@ def _facts(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield "built for", f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, XPU {torch.version.xpu}"
     choice = choose_backend(None, choose_device())
     yield "backend", f"{choice.name}: {choice.reason}"
+    yield "kernel", why_unavailable() or "built: ranks of one host can reduce in shared memory"
     yield "configuration", str(find_config_file(environment) or "no file")
     for name in sorted(environment):
         if name.startswith(_TELLING):
