@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 
+from paceline import environment
+from paceline.about import about
 from paceline.errors import ArgumentError, PacelineError
+from paceline.launch.config_file import default_config_file, find_config_file
 from paceline.launch.flags import add_launch_arguments, config_from
+from paceline.launch.questions import ask, write
 
 _USAGE_ERROR = 2
 
@@ -25,12 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         could not be started, else what ``paceline launch`` says of the ranks.
     """
     understood, unknown = _parser().parse_known_args(arguments)
+    command: Callable[[argparse.Namespace, Sequence[str]], int] = understood.run
     try:
-        return _launch(understood, unknown)
+        return command(understood, unknown)
     except PacelineError as error:
         print(f"paceline {understood.command}: {error}", file=sys.stderr)
         return _USAGE_ERROR if isinstance(error, ArgumentError) else 1
-    except KeyboardInterrupt:  # while torch was being imported: no rank had been started
+    except KeyboardInterrupt:  # no rank had been started
         return 130
 
 
@@ -41,19 +46,66 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"paceline {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     launch = commands.add_parser(
-        "launch", help="start a training script on several ranks", allow_abbrev=False
+        "launch", help="start a training script on several ranks", allow_abbrev=False, add_help=False
     )
     add_launch_arguments(launch)
+    launch.set_defaults(run=_launch)
+    test = commands.add_parser(
+        "test", help="train a tiny model as `launch` would, and check it", allow_abbrev=False, add_help=False
+    )
+    add_launch_arguments(test, with_script=False)
+    test.set_defaults(run=_test)
+    config = commands.add_parser("config", help="ask what `launch` is to do by default, and write it down")
+    config.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="where to (default: where Accelerate looks)"
+    )
+    config.set_defaults(run=_config)
+    env = commands.add_parser("env", help="what a bug report needs to say")
+    env.set_defaults(run=_env)
     return parser
 
 
 def _launch(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
-    config = config_from(understood, unknown)
-    from paceline.launch.agent import launch  # here: it imports torch, which --help need not wait for
+    from paceline.launch.launcher import launch  # here, so that a wrong command line is answered at once
 
-    status = launch(config)
-    gc.freeze()  # the process ends now, and taking torch's modules apart would hold it up for half a second
-    return status
+    config = config_from(understood, unknown, environment.snapshot())
+    _tell_default_config_file(understood)
+    return launch(config)
+
+
+def _test(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    from paceline.launch.launcher import launch
+
+    understood.module, understood.script, understood.script_arguments = True, "paceline.self_test", ()
+    config = config_from(understood, unknown, environment.snapshot())
+    _tell_default_config_file(understood)
+    return launch(config)
+
+
+def _tell_default_config_file(understood: argparse.Namespace) -> None:
+    """A file that nobody named on the command line has its say: whoever wonders may know."""
+    found = find_config_file(environment.snapshot())
+    if understood.config_file is None and found is not None:
+        print(f"paceline {understood.command}: options that are not given come from {found}", file=sys.stderr)
+
+
+def _config(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    _refuse(unknown)
+    path = Path(understood.config_file or default_config_file(environment.snapshot()))
+    write(ask(input), path)
+    print(f"written to {path}; `paceline launch` and `accelerate launch` read it", file=sys.stderr)
+    return 0
+
+
+def _env(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    _refuse(unknown)
+    print(about(environment.snapshot()), end="")
+    return 0
+
+
+def _refuse(unknown: Sequence[str]) -> None:
+    if unknown:
+        raise ArgumentError(f"there is no option {unknown[0]}")
 
 
 def _version() -> str:

@@ -83,6 +83,12 @@ def set_variables(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
+def replace_variables(values: Mapping[str, str]) -> None:
+    """Give this process another environment; only a process that has just been forked does this."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
 def _integer(name: str, default: int | None = None) -> int:
     text = os.environ.get(name)
     if text is None and default is not None:

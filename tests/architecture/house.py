@@ -23,6 +23,8 @@ FLOORS = {
     "train": 4,
     "launch": 4,
     "adapters": 4,
+    "about": 5,
+    "self_test": 5,
     "cli": 5,
     "__init__": 5,
     "__main__": 5,

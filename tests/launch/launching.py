@@ -20,7 +20,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment without any trace of a launcher above it, and ``extra``."""
+    """This process's environment without a trace of a launcher or a configuration file, and ``extra``."""
     launcher_words = (
         "RANK",
         "WORLD_SIZE",
@@ -30,10 +30,12 @@ def environment(**extra: str) -> dict[str, str]:
         "ROLE_",
         "TORCHELASTIC_",
         "ACCELERATE_",
+        "PET_",
+        "SLURM_",
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher_words)}
     path = os.pathsep.join(filter(None, (str(SOURCE), kept.get("PYTHONPATH"))))
-    return {**kept, "PYTHONPATH": path, **extra}
+    return {**kept, "PYTHONPATH": path, "HF_HOME": "/nonexistent", **extra}
 
 
 def run(*arguments: str | Path, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -150,7 +150,7 @@ open(f"{folder}/ready_{rank}", "w").close()
 while True: time.sleep(1)
 """
     job = script(tmp_path, FAMILY + tidy)
-    with started("--num_processes", "2", job, FOLDER=str(tmp_path)) as launch:
+    with started("--num_processes=2", "--shutdown_timeout=3", job, FOLDER=str(tmp_path)) as launch:
         wait_for([tmp_path / "ready_0", tmp_path / "ready_1"], launch)
         launch.terminate()
         launch.communicate(timeout=LIMIT)
@@ -202,3 +202,74 @@ def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
     done = run("--no_python", "--num_processes", "2", program)
     assert done.returncode == 1
     assert done.stderr.startswith("paceline launch: rank 0 could not be started: ")
+
+
+def test_other_signals_reach_the_ranks_which_go_on(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        """
+import os, signal, time
+rank, folder, came = os.environ["RANK"], os.environ["FOLDER"], []
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: came.append(number))
+open(f"{folder}/ready_{rank}", "w").close()
+while len(came) < 2: time.sleep(0.02)
+print("came", *sorted(came))
+""",
+    )
+    with started("--num_processes", "2", job, FOLDER=str(tmp_path)) as launch:
+        wait_for([tmp_path / "ready_0", tmp_path / "ready_1"], launch)
+        launch.send_signal(signal.SIGUSR1)
+        launch.send_signal(signal.SIGUSR2)
+        out, err = launch.communicate(timeout=LIMIT)
+    assert (launch.returncode, err) == (0, "")
+    assert sorted(out.splitlines()) == ["[rank0]: came 10 12", "[rank1]: came 10 12"]
+
+
+def test_the_grace_before_sigkill_can_be_chosen(tmp_path: Path) -> None:
+    tidy = """
+import signal, time
+def tidy_up(*_):
+    time.sleep(4)
+    open(folder + "/tidied", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, tidy_up)
+open(f"{folder}/ready_{rank}", "w").close()
+while True: time.sleep(1)
+"""
+    job = script(tmp_path, FAMILY + tidy)
+    with started("--shutdown_timeout=0", job, FOLDER=str(tmp_path)) as launch:
+        wait_for([tmp_path / "ready_0"], launch)
+        launch.terminate()
+        launch.communicate(timeout=LIMIT)
+    assert launch.returncode == 143
+    assert not (tmp_path / "tidied").exists()
+    assert still_alive(pids_in(tmp_path), within=0) == []
+
+
+LOST_A_PEER = "raise RuntimeError('Connection closed by peer')\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "last"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 was stopped (SIGSTOP"),
+        ("sys.exit(0)", "rank 1 ended its script (exit code 0) while others still communicated"),
+    ],
+)
+def test_who_is_missing_is_blamed_and_not_who_waited(tmp_path: Path, ending: str, last: str) -> None:
+    away = f'if rank == "1":\n    {ending}\ntime.sleep(0.5)\n'
+    job = script(tmp_path, "import signal\n" + FAMILY + away + LOST_A_PEER)
+    done = run("--num_processes", "2", job, FOLDER=str(tmp_path))
+    assert done.returncode == 1
+    assert last in last_lines(done, 1)
+    assert "paceline launch: rank 1 failed first" in done.stderr
+    assert still_alive(pids_in(tmp_path), within=0) == []
+
+
+def test_quiet_shows_the_first_failures_own_words_alone(tmp_path: Path) -> None:
+    text = "import os, time\nif os.environ['RANK'] == '1': raise KeyError('mine')\ntime.sleep(300)"
+    done = run("--quiet", "--num_processes=2", script(tmp_path, text))
+    assert done.returncode == 1
+    assert "paceline launch:" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "[rank1]: KeyError: 'mine'"

@@ -170,6 +170,39 @@ def test_tee_alone_says_where_the_files_are(tmp_path: Path) -> None:
     assert logs(Path(folder)) == {"attempt_0/0/stdout.log": "out 0\n"}
 
 
+def test_redirects_keep_streams_off_the_screen(tmp_path: Path) -> None:
+    job, folder = script(tmp_path, SPEAK), tmp_path / "logs"
+    done = run("--num_processes", "2", "--log_dir", folder, "--redirects", "1", job)
+    assert (done.stdout, sorted(done.stderr.splitlines())) == ("", ["[rank0]: error 0", "[rank1]: error 1"])
+    assert logs(folder) == {"attempt_0/0/stdout.log": "out 0\n", "attempt_0/1/stdout.log": "out 1\n"}
+
+
+def test_rank_0_alone_is_shown_as_if_it_were_alone_and_a_failure_of_others_too(tmp_path: Path) -> None:
+    job = script(tmp_path, SPEAK + "if os.environ['RANK'] == '1': raise KeyError('mine')")
+    done = run("--num_processes", "2", "--log_rank_0_only", "--log_dir", tmp_path / "logs", job)
+    assert done.stdout == "out 0\n"
+    assert done.stderr.startswith("error 0\npaceline launch: rank 1 failed first")
+    assert done.stderr.endswith("[rank1]: KeyError: 'mine'\n")
+    assert logs(tmp_path)["attempt_0/1/stdout.log"] == "out 1\n"
+
+
+def test_only_some_local_ranks_are_shown(tmp_path: Path) -> None:
+    done = run("--num_processes", "3", "--local_ranks_filter=0,2", script(tmp_path, SPEAK))
+    assert sorted(done.stdout.splitlines()) == ["[rank0]: out 0", "[rank2]: out 2"]
+
+
+def test_a_configuration_file_is_used_and_the_command_line_wins(tmp_path: Path) -> None:
+    home = tmp_path / "accelerate"
+    home.mkdir()
+    (home / "default_config.yaml").write_text(
+        "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 3\nmixed_precision: bf16\n"
+    )
+    text = "import os\nprint(os.environ['WORLD_SIZE'], os.environ['ACCELERATE_MIXED_PRECISION'])"
+    for words, shown in (([], "[rank0]: 3 bf16"), (["--num_processes=2"], "[rank0]: 2 bf16")):
+        done = run(*words, "--local_ranks_filter=0", script(tmp_path, text), HF_HOME=str(tmp_path))
+        assert done.stdout.splitlines() == [shown], done.stderr
+
+
 def test_on_a_terminal_rank_0_has_one_too(tmp_path: Path) -> None:
     job = script(
         tmp_path, "import os, sys\nprint(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())"

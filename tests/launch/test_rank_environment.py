@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.launch.rank_environment import Meeting, RankSeat, rank_environment, threads_per_rank
+from paceline.launch.rank_environment import (
+    Meeting,
+    RankSeat,
+    rank_environment,
+    shared_environment,
+    threads_per_rank,
+)
 
 SEAT = RankSeat(rank=1, local_rank=1, world_size=2, local_world_size=2)
 MEETING = Meeting(run_id="run-7", master_addr="127.0.0.1", master_port=29511, attempt=1, max_restarts=3)
 
 
-def seen(inherited: dict[str, str] | None = None, *, use_cpu: bool = True) -> dict[str, str]:
-    return rank_environment(inherited or {}, SEAT, MEETING, use_cpu=use_cpu, error_file="/run/error.json")
+def seen(
+    inherited: dict[str, str] | None = None, *, use_cpu: bool = True, variables: dict[str, str] | None = None
+) -> dict[str, str]:
+    shared = shared_environment(
+        inherited or {},
+        variables or {},
+        local_world_size=SEAT.local_world_size,
+        use_cpu=use_cpu,
+        single_host=True,
+        run_id=MEETING.run_id,
+    )
+    return rank_environment(shared, SEAT, MEETING, error_file="/run/error.json")
 
 
 def test_torchruns_variables() -> None:
@@ -69,3 +85,16 @@ def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.launch.rank_environment.usable_cores", lambda: 8)
     assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
     assert seen()["OMP_NUM_THREADS"] == "4"
+
+
+def test_options_win_over_what_was_inherited() -> None:
+    mine = {"OMP_NUM_THREADS": "3", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    inherited = {"OMP_NUM_THREADS": "5", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    assert mine.items() <= seen(inherited, variables=mine).items()
+
+
+def test_gloo_uses_the_network_that_the_hosts_share() -> None:
+    meeting = Meeting("run-7", "10.0.0.1", 29511, attempt=0, max_restarts=0, interface="eth3")
+    assert rank_environment({}, SEAT, meeting, error_file="x")["GLOO_SOCKET_IFNAME"] == "eth3"
+    mine = {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert rank_environment(mine, SEAT, meeting, error_file="x")["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -17,12 +17,21 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.errors import LaunchError
+from paceline.launch.config import LaunchConfig
 from paceline.launch.failure import Ending
-from paceline.launch.flags import STDERR, STDOUT, LaunchConfig
+from paceline.launch.forks import ForkServer
 from paceline.launch.guardian import Guardian, kill_run
+from paceline.launch.options import STDERR, STDOUT
 from paceline.launch.output import Pump, RankStream, Screen
 from paceline.launch.rank_environment import RankSeat
-from paceline.launch.rank_process import RankProcess, StandardStreams, rank_command
+from paceline.launch.rank_process import (
+    ForkedRank,
+    RankProcess,
+    SpawnedRank,
+    StandardStreams,
+    rank_command,
+    rank_program,
+)
 from paceline.launch.terminal import copy_size, open_channel
 
 _LAST_THREADS = 2.0  # seconds for all threads of a killed rank to be gone; only then is its end reported
@@ -85,7 +94,9 @@ class Attempt:
         screens: where output goes.
         guardian: told which sessions to end should the launcher be killed.
         folder: where files go.
-        seats: the ranks of this machine.
+        seats: the ranks of this host.
+        server: where ranks are forked from; None starts each as a program of its own.
+        spare: tells which processes of the run outlive the attempt.
     """
 
     def __init__(
@@ -96,8 +107,11 @@ class Attempt:
         guardian: Guardian,
         folder: AttemptFolder,
         seats: Sequence[RankSeat],
+        server: ForkServer | None,
+        spare: Callable[[], Sequence[int]],
     ) -> None:
         self.folder = folder
+        self._server, self._spare = server, spare
         self._config, self._run_id, self._screens, self._guardian = config, run_id, screens, guardian
         self._seats = seats
         self._ranks: list[RankProcess] = []
@@ -117,6 +131,7 @@ class Attempt:
 
         Raises:
             LaunchError: one could not be started; those that were are ended again by ``stop``.
+            Interrupted: the launcher was told to end meanwhile.
         """
         try:
             for seat in self._seats:
@@ -132,7 +147,12 @@ class Attempt:
             rank.poll()
         for real, pseudo in self._terminals:
             copy_size(real, pseudo)
-        return any(rank.failed for rank in self._ranks) or not self.running
+        return self.failed or not self.running
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank ended by itself, and not well."""
+        return any(rank.failed for rank in self._ranks)
 
     @property
     def running(self) -> bool:
@@ -155,6 +175,16 @@ class Attempt:
             time.sleep(_LOOK)
             self.poll()
 
+    def pass_on(self, number: int) -> None:
+        """Send a signal to all ranks, which are expected to go on."""
+        for rank in self._ranks:
+            rank.pass_on(number, whole_group=self._config.no_python)
+
+    def someone_is_frozen(self) -> bool:
+        """Whether a rank was stopped (SIGSTOP, a debugger), so that the others may wait for it in vain."""
+        frozen = [rank.frozen() for rank in self._ranks]  # asks every one: each remembers its answer
+        return any(frozen)
+
     def stop(
         self, number: int, grace: float, *, hurry: Callable[[], bool], output_limit: float | None
     ) -> bool:
@@ -169,14 +199,18 @@ class Attempt:
         Returns:
             Whether all that the ranks wrote has been passed on.
         """
+        self.someone_is_frozen()  # each remembers it, as the signal below would hide it
         for rank in self._ranks:
             # A Python rank may still need its data loading workers, to get to a checkpoint;
             # another program (a shell, say) does not pass signals on to what it started.
             rank.send(number, whole_group=self._config.no_python)
+        for rank in self._ranks:
+            if rank.was_stopped:  # it can take no other signal
+                rank.send(signal.SIGKILL, whole_group=True)
         self.wait(grace, until=hurry)
         for rank in self._ranks:
             rank.send(signal.SIGKILL, whole_group=True)
-        kill_run(self._run_id, [rank.pid for rank in self._ranks])
+        kill_run(self._run_id, [rank.pid for rank in self._ranks], self._spare())
         self.wait(_LAST_THREADS, until=lambda: False)
         return self._drain(output_limit, hurry)
 
@@ -202,26 +236,37 @@ class Attempt:
         self._streams += [out, err]
         self._stderr[seat.rank] = err
         try:
-            # Two ranks cannot share one keyboard: rank 0 has it (a debugger works there), the others none.
-            stdin = 0 if seat.rank == 0 and sys.stdin is not None else None
-            streams = StandardStreams(stdin, stdout, stderr)
-            self._ranks.append(RankProcess(seat, rank_command(self._config), environment, streams))
+            with open(os.devnull) as nothing:
+                # Two ranks cannot share one keyboard: rank 0 has it (for a debugger), the others none.
+                stdin = 0 if seat.rank == 0 and sys.stdin is not None else nothing.fileno()
+                streams = StandardStreams(stdin, stdout, stderr)
+                self._ranks.append(self._start_process(seat, environment, streams))
         finally:
             os.close(stdout)
             os.close(stderr)
 
+    def _start_process(
+        self, seat: RankSeat, environment: Mapping[str, str], streams: StandardStreams
+    ) -> RankProcess:
+        if self._server is None:
+            return SpawnedRank(seat, rank_command(self._config), environment, streams)
+        return ForkedRank(seat, self._server, rank_program(self._config), environment, streams)
+
     def _open_stream(self, seat: RankSeat, which: int) -> tuple[RankStream, int]:
         """One stream of a rank, and the descriptor the rank writes to."""
-        teed = bool(self._config.tee_of(seat.local_rank) & which)
-        natural = not teed and (seat.world_size == 1 or (seat.rank == 0 and os.isatty(which)))
-        terminal = which if natural and os.isatty(which) else None
+        output = self._config.output
+        teed = bool(output.teed(seat.local_rank) & which)
+        alone = seat.world_size == 1 or (output.rank_0_only and seat.rank == 0)
+        natural = not teed and (alone or (seat.rank == 0 and os.isatty(which)))
+        shown = bool(output.shown(seat.rank, seat.local_rank) & which)
+        terminal = which if natural and shown and os.isatty(which) else None
         reader, writer = open_channel(terminal)
         if terminal is not None:
             self._terminals.append((terminal, reader))
         stream = RankStream(
             seat.rank,
             reader,
-            self._screens.stdout if which == STDOUT else self._screens.stderr,
+            (self._screens.stdout if which == STDOUT else self._screens.stderr) if shown else None,
             prefix=None if natural else f"[rank{seat.rank}]: ".encode(),
             file=self._open_log(seat, which),
             keep_tail=which == STDERR,
@@ -229,7 +274,7 @@ class Attempt:
         return stream, writer
 
     def _open_log(self, seat: RankSeat, which: int) -> BinaryIO | None:
-        if not self._config.logged_of(seat.local_rank) & which:
+        if not self._config.output.logged(seat.local_rank) & which:
             return None
         path = self.folder.log_file(seat.local_rank, "stdout" if which == STDOUT else "stderr")
         return open(path, "wb", buffering=0) if path else None
@@ -240,7 +285,7 @@ class Attempt:
         stderr = self._stderr[rank.seat.rank]
         local_rank = rank.seat.local_rank
         log = self.folder.log_file(local_rank, "stderr")
-        logged = self._config.logged_of(local_rank) & STDERR
+        logged = self._config.output.logged(local_rank) & STDERR
         return Ending(
             rank=rank.seat.rank,
             pid=rank.pid,
@@ -251,6 +296,7 @@ class Attempt:
             traceback_at=stderr.traceback_at,
             error_file=_read(self.folder.error_file(local_rank)),
             log=str(log) if log and logged else None,
+            frozen=rank.was_stopped,
         )
 
 

@@ -7,6 +7,11 @@ Note: which failure is the first
     its first line was read. A failure that only says that another rank went away is never
     taken for the cause while another one is known.
 
+Note: a failure that is none of an exception
+    Where all that is known is lost peers, a rank that left with exit status 0, or one that was
+    found stopped (SIGSTOP, a debugger), is the cause: the others waited for it. When it left is
+    no help, for an interpreter takes longer to be gone than its connections.
+
 Pure: nothing here touches a process, so every case can be tested in a millisecond.
 """
 
@@ -56,6 +61,8 @@ class Ending:
         traceback_at: when the last traceback in it began (monotonic seconds), if there is one.
         error_file: contents of the file that torch elastic's ``@record`` wrote, if it did.
         log: path of the file that holds its whole stderr, if there is one.
+        frozen: it was found stopped, as by SIGSTOP, when the others had failed.
+        host: where it ran; empty when there is only one host.
     """
 
     rank: int
@@ -67,6 +74,13 @@ class Ending:
     traceback_at: float | None = None
     error_file: str | None = None
     log: str | None = None
+    frozen: bool = False
+    host: str = ""
+
+    @property
+    def name(self) -> str:
+        """The rank, and its host where there are several."""
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
     @property
     def failed(self) -> bool:
@@ -108,7 +122,7 @@ class Ending:
 
 
 def first_failure(endings: Sequence[Ending]) -> Ending:
-    """The failure that the others follow from (see the note above). One of ``endings`` must have failed."""
+    """The ending that the others follow from (see the notes above). One of ``endings`` must have failed."""
     failures = [ending for ending in endings if ending.failed]
     earliest = min(failures, key=lambda ending: (ending.lost_a_peer, ending.failed_at))
     if not earliest.lost_a_peer:
@@ -122,7 +136,10 @@ def first_failure(endings: Sequence[Ending]) -> Ending:
         and not ending.lost_a_peer
         and since < ending.failed_at < earliest.failed_at
     ]
-    return min(caught, key=lambda ending: ending.failed_at, default=earliest)
+    if caught:
+        return min(caught, key=lambda ending: ending.failed_at)
+    absent = [ending for ending in endings if ending.frozen or (ending.exit_code == 0 and not ending.stopped)]
+    return min(absent, key=lambda ending: (not ending.frozen, ending.ended_at), default=earliest)
 
 
 def only_lost_peers(endings: Sequence[Ending]) -> bool:
@@ -133,26 +150,29 @@ def only_lost_peers(endings: Sequence[Ending]) -> bool:
 
 def exit_status(ending: Ending) -> int:
     """The launcher's exit status for this failure: the rank's own, or 128 + signal as shells have it."""
-    if ending.stopped or ending.broke_in_shutdown:
+    if ending.stopped or ending.broke_in_shutdown or ending.exit_code == 0:
         return 1
     return ending.exit_code if ending.exit_code > 0 else 128 - ending.exit_code
 
 
-def describe(endings: Sequence[Ending], *, attempt: int, max_restarts: int) -> str:
+def describe(endings: Sequence[Ending], *, attempt: int, max_restarts: int, quiet: bool = False) -> str:
     """The whole report, the first failure's own words last.
 
     Args:
         endings: how all ranks of the attempt ended, at least one of them badly.
         attempt: number of the attempt, from 0.
         max_restarts: how many more than one there may be.
+        quiet: leave out all but the first failure's own words.
     """
     cause = first_failure(endings)
+    if quiet:
+        return _own_words(cause)
     others = sorted((e for e in endings if e is not cause), key=lambda ending: ending.rank)
     attempts = f", attempt {attempt + 1} of {max_restarts + 1}" if max_restarts else ""
-    lines = [f"rank {cause.rank} failed first ({_how(cause)}, pid {cause.pid}{attempts})"]
+    lines = [f"{cause.name} failed first ({_how(cause)}, pid {cause.pid}{attempts})"]
     lines += [_consequence(ending, cause) for ending in others]
     if cause.log:
-        lines.append(f"all that rank {cause.rank} wrote to stderr: {cause.log}")
+        lines.append(f"all that {cause.name} wrote to stderr: {cause.log}")
     return "".join(f"paceline launch: {line}\n" for line in lines) + _own_words(cause)
 
 
@@ -191,6 +211,8 @@ def _recorded_traceback(error_file: str | None) -> str:
 
 
 def _how(ending: Ending) -> str:
+    if ending.frozen:
+        return "found stopped, as by SIGSTOP"
     if ending.stopped:
         return "stopped while it shut down"
     if ending.broke_in_shutdown:
@@ -203,28 +225,37 @@ def _how(ending: Ending) -> str:
 def _consequence(ending: Ending, cause: Ending) -> str:
     if ending.failed:
         reason = f": {ending.reason[:200]}" if ending.reason else ""
-        return f"rank {ending.rank} failed after it ({_how(ending)}){reason}"
+        return f"{ending.name} failed after it ({_how(ending)}){reason}"
     if ending.stopped:
         reason = f", already failing with {ending.reason[:200]}" if _ends_in_traceback(ending) else ""
         how = " with SIGKILL, for it did not end on SIGTERM" if ending.exit_code == -signal.SIGKILL else ""
-        return f"rank {ending.rank} was stopped by the launcher{how}{reason}"
+        return f"{ending.name} was stopped by the launcher{how}{reason}"
     earlier = cause.failed_at - ending.ended_at
     when = f", {earlier:.1f} s earlier" if earlier > 0 else ""
-    return f"rank {ending.rank} had finished (exit code 0{when})"
+    return f"{ending.name} had finished (exit code 0{when})"
 
 
 def _own_words(cause: Ending) -> str:
     """The traceback of the first failure, each line with its rank; without one, what is known instead."""
+    if cause.frozen:
+        return _absent(cause, "was stopped (SIGSTOP, or a debugger), and the others waited for it in vain")
+    if cause.exit_code == 0:
+        return _absent(cause, "ended its script (exit code 0) while others still communicated; all ranks "
+                              "must run as many steps, and leave together")  # fmt: skip
     if cause.crashed:
         return _native_words(cause)
     if cause.traceback:
         return _rank_lines(cause.rank, cause.traceback)
     said = _last_lines(cause)
     if not said:
-        nothing = f"rank {cause.rank} wrote nothing to stderr before it ended with {_how(cause)}"
+        nothing = f"{cause.name} wrote nothing to stderr before it ended with {_how(cause)}"
         return f"paceline launch: {nothing}\n"
-    lead = f"paceline launch: the last that rank {cause.rank} wrote to stderr:\n"
+    lead = f"paceline launch: the last that {cause.name} wrote to stderr:\n"
     return lead + _rank_lines(cause.rank, said)
+
+
+def _absent(cause: Ending, what: str) -> str:
+    return f"paceline launch: {cause.name} {what}\n"
 
 
 def _native_words(cause: Ending) -> str:
@@ -232,7 +263,7 @@ def _native_words(cause: Ending) -> str:
     number = -cause.exit_code
     said = "" if number == signal.SIGKILL else _rank_lines(cause.rank, _last_lines(cause))
     hint = f": {_HINTS[number]}" if number in _HINTS else ""
-    return f"{said}paceline launch: rank {cause.rank} was killed by {_signal_name(number)}{hint}\n"
+    return f"{said}paceline launch: {cause.name} was killed by {_signal_name(number)}{hint}\n"
 
 
 def _last_lines(ending: Ending) -> str:

@@ -1,7 +1,12 @@
-"""The command line of ``paceline launch``.
+"""The command line of ``paceline launch``, and what else has a say.
+
+    given         on the command line, which wins
+    PET_*         torchrun's variables (Kubernetes' operators set them)
+    srun's        the hosts of a SLURM step                                   (slurm.py)
+    config file   Accelerate's                                                (config_file.py)
 
 Parsing stops at the script: everything behind it belongs to the script, whatever it
-looks like. What is not known here is refused by name, never passed over.
+looks like. What is not known or not supported is refused by name, never passed over.
 """
 
 from __future__ import annotations
@@ -10,188 +15,303 @@ import argparse
 import difflib
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ArgumentError
+from paceline.launch.config import MAIN_PORT, Hosts, LaunchConfig, Output
+from paceline.launch.config_file import read_config_file
+from paceline.launch.options import FIRST, Option, names_of, options
+from paceline.launch.refused import reason_against
+from paceline.launch.script_variables import script_variables
+from paceline.launch.slurm import hosts_of_slurm
 
-STDOUT, STDERR = 1, 2  # the bits of --tee
-
+_WIDTH, _MARGIN = 100, 43  # of help: columns, and where its texts begin
+_USAGE = "paceline launch [options] script [script arguments]"
 _DESCRIPTION = """\
-Start a training script on several ranks of this machine, one process for each.
-Options stand before the script, with _ or - between words; what follows the script is
-handed to it untouched."""
-
+Starts a training script once for every rank. Options stand before the script, with _ or - between
+words; what follows the script is handed to it untouched."""
 _EXAMPLES = """\
 examples:
   paceline launch --num_processes 4 train.py --epochs 3
   paceline launch --cpu --num_processes 2 -m my_package.train
-  paceline launch --log_dir logs --max_restarts 2 train.py"""
+  paceline launch --num_processes 16 --num_machines 2 --machine_rank 0 --main_process_ip host0 train.py"""
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
-    """What to start, how often, and where its output goes.
+def add_launch_arguments(parser: argparse.ArgumentParser, *, with_script: bool = True) -> None:
+    """Fill ``parser``, made with ``add_help=False``, with the options of ``paceline launch``.
 
-    Attributes:
-        script: path of a Python script, name of a module, or name of a program.
-        script_arguments: handed to every rank as they are.
-        num_processes: number of ranks; None means one per device, or 1 without a device.
-        module: ``script`` is the name of a module, started as ``python -m`` does.
-        no_python: ``script`` is a program, started without the Python interpreter.
-        cpu: leave accelerators alone.
-        main_process_port: TCP port on 127.0.0.1 where the ranks find each other; 0 takes a free one.
-        log_dir: folder that gets the ranks' output as files; None writes none.
-        tee: for each rank the streams (bits 1: stdout, 2: stderr) that go to a file and, prefixed
-            with the rank, to the screen. None: both, when there is a ``log_dir``.
-        max_restarts: how often all ranks are started again after one failed.
+    Args:
+        parser: gets them.
+        with_script: the script and its arguments follow.
     """
-
-    script: str
-    script_arguments: tuple[str, ...] = ()
-    num_processes: int | None = None
-    module: bool = False
-    no_python: bool = False
-    cpu: bool = False
-    main_process_port: int = 0
-    log_dir: str | None = None
-    tee: int | dict[int, int] | None = None
-    max_restarts: int = 0
-
-    def tee_of(self, local_rank: int) -> int:
-        """The streams of one rank that go to the screen and to a file under ``--tee``."""
-        if isinstance(self.tee, dict):
-            return self.tee.get(local_rank, 0)
-        return self.tee or 0
-
-    def logged_of(self, local_rank: int) -> int:
-        """The streams of one rank that are written to files."""
-        if self.tee is None:
-            return STDOUT | STDERR if self.log_dir else 0
-        return self.tee_of(local_rank)
-
-
-def add_launch_arguments(parser: argparse.ArgumentParser) -> list[str]:
-    """Fill ``parser`` with the options of ``paceline launch``.
-
-    Returns:
-        Every spelling of every option.
-    """
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "paceline launch [options] script [script arguments]"
-    spellings: list[str] = []
-
-    def add(name: str, *also: str, **settings: Any) -> None:
-        """One option. Help shows the first name; the others, and all of them with dashes, work as well."""
-        first = parser.add_argument(name, **settings)
-        others = [spelling for one in (name, *also) for spelling in _with_dashes(one) if spelling != name]
-        for other in others:
+    parser.usage = _USAGE if with_script else "paceline test [options of paceline launch]"
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, text=short_help)
+    parser.add_argument("--help_all", "--help-all", action=_Help, nargs=0, text=long_help)
+    for option in options():
+        if option.read is None:
+            parser.add_argument(*option.spellings(), dest=option.key, action="store_const", const=True)
+        else:
             parser.add_argument(
-                other,
-                **{**settings, "dest": first.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS},
+                *option.spellings(), dest=option.key, type=option.read, metavar=option.metavar
             )
-        spellings.extend([name, *others])
-
-    add(
-        "--num_processes",
-        "--nproc_per_node",
-        type=_number_of_processes,
-        metavar="N",
-        help="number of ranks (default: one per device, else 1); also --nproc_per_node",
-    )
-    add(
-        "--module",
-        "-m",
-        action="store_true",
-        help="(or -m) the script is the name of a module, as for `python -m`",
-    )
-    add("--no_python", action="store_true", help="the script is a program to start as it is, without Python")
-    add("--cpu", action="store_true", help="train on the CPU, also where there are accelerators")
-    add(
-        "--main_process_port",
-        type=_port,
-        default=0,
-        metavar="PORT",
-        help="port on 127.0.0.1 where the ranks find each other (default: a free one)",
-    )
-    add(
-        "--log_dir",
-        metavar="FOLDER",
-        help="also write each rank's output to FOLDER/<run>/attempt_<n>/<rank>/{stdout,stderr}.log",
-    )
-    add(
-        "--tee",
-        type=_streams,
-        metavar="STREAMS",
-        help="streams to write to a file and, prefixed with the rank, to the screen: 0 none, 1 stdout, "
-        "2 stderr, 3 both, or by rank as in 0:3,1:2 (default: 3 with --log_dir)",
-    )
-    add(
-        "--max_restarts",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="start all ranks again up to N times when one fails (default: 0)",
-    )
-    parser.add_argument("script", help="path of the script (or name of a module or program)")
-    rest = parser.add_argument("script_arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    if not with_script:
+        return
+    parser.add_argument("script")
+    rest = parser.add_argument("script_arguments", nargs=argparse.REMAINDER)
     rest.required = False
-    return spellings
 
 
-def config_from(arguments: argparse.Namespace, unknown: Sequence[str]) -> LaunchConfig:
-    """Check what the command line said, and make it a ``LaunchConfig``.
+def config_from(
+    arguments: argparse.Namespace, unknown: Sequence[str], environment: Mapping[str, str]
+) -> LaunchConfig:
+    """Check what the command line said, add what else has a say, and make it a ``LaunchConfig``.
 
     Args:
         arguments: what the parser of ``add_launch_arguments`` understood.
         unknown: what it did not.
+        environment: variables of this process.
 
     Raises:
-        ArgumentError: an option is unknown, two exclude each other, or there is no such script.
+        ArgumentError: an option is unknown or not supported, options exclude each other, there is no
+            such script, or the configuration file cannot be used.
     """
     if unknown:
         raise ArgumentError(_unknown_option(unknown[0]))
-    if arguments.module and arguments.no_python:
-        raise ArgumentError(
-            "-m and --no_python exclude each other: a module needs Python; leave one of them out"
-        )
-    _check_script(arguments.script, module=arguments.module, no_python=arguments.no_python)
-    _check_log_dir(arguments.log_dir)
+    given = {
+        option.key: getattr(arguments, option.key)
+        for option in options()
+        if getattr(arguments, option.key) is not None
+    }
+    return config_of(given, environment, arguments.script, tuple(arguments.script_arguments))
+
+
+def config_of(
+    given: Mapping[str, Any], environment: Mapping[str, str], script: str, script_arguments: tuple[str, ...]
+) -> LaunchConfig:
+    """Put together all that has a say (see the top of this file).
+
+    Args:
+        given: values by the options' keys, as the command line gave them.
+        environment: variables of this process.
+        script: path, module or program.
+        script_arguments: what is handed to it.
+
+    Raises:
+        ArgumentError: see ``config_from``.
+    """
+    wanted = {**_torchruns_variables(environment), **given}
+    from_file = read_config_file(wanted.get("config_file"), environment)
+    slurm = hosts_of_slurm(environment, wanted)
+    chosen = {**from_file, **slurm, **wanted}
+    _check_together(chosen)
+    _check_script(script, module=bool(chosen.get("module")), no_python=bool(chosen.get("no_python")))
+    hosts = _hosts(chosen)
     return LaunchConfig(
-        script=arguments.script,
-        script_arguments=tuple(arguments.script_arguments),
-        num_processes=arguments.num_processes,
-        module=arguments.module,
-        no_python=arguments.no_python,
-        cpu=arguments.cpu,
-        main_process_port=arguments.main_process_port,
-        log_dir=arguments.log_dir,
-        tee=arguments.tee,
-        max_restarts=arguments.max_restarts,
+        script=script,
+        script_arguments=script_arguments,
+        module=bool(chosen.get("module")),
+        no_python=bool(chosen.get("no_python")),
+        ranks_per_host=_ranks_per_host(given, chosen, hosts),
+        cpu=bool(chosen.get("cpu")),
+        gpu_ids=None if chosen.get("gpu_ids") == "all" else chosen.get("gpu_ids"),
+        role=chosen.get("role", "default"),
+        fork=chosen.get("start_method", "forkserver") == "forkserver",
+        hosts=hosts,
+        output=_output(chosen),
+        variables=script_variables(chosen),
+        max_restarts=chosen.get("max_restarts", 0),
+        grace=chosen.get("shutdown_timeout"),
+        signals=chosen.get("signals_to_handle", LaunchConfig.signals),
+        look=min(1.0, max(0.01, chosen.get("monitor_interval", LaunchConfig.look))),
+        quiet=bool(chosen.get("quiet")),
     )
 
 
-def resolve_num_processes(config: LaunchConfig) -> int:
-    """The number of ranks to start: as asked for, else one per device, else 1."""
-    return config.num_processes or max(1, 0 if config.cpu else device_count())
+def short_help() -> str:
+    """The ten options that are used first in full, the others by name."""
+    groups = [f"{FIRST}:\n" + _explained(options(), FIRST)]
+    for title in dict.fromkeys(option.group for option in options()):
+        if title != FIRST:
+            names = " ".join(o.spellings()[0] for o in options() if o.group == title)
+            indented = textwrap.indent(textwrap.fill(names, _WIDTH - 2, break_on_hyphens=False), "  ")
+            groups.append(f"{title}:\n{indented}\n")
+    groups.append("`paceline launch --help_all` explains them all.\n")
+    return _page(groups)
 
 
-def device_count() -> int:
-    """Number of accelerators this machine shows to PyTorch (0 without one)."""
-    import torch  # here, so that a wrong command line is answered at once
+def long_help() -> str:
+    """All options in full."""
+    titles = dict.fromkeys(option.group for option in options())
+    return _page([f"{title}:\n" + _explained(options(), title) for title in titles])
 
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+class _Help(argparse.Action):
+    """Prints a page of help and ends."""
+
+    def __init__(self, *, text: Any, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._text = text
+
+    def __call__(self, *_: Any) -> None:
+        sys.stdout.write(self._text())
+        sys.exit(0)
 
 
-def _with_dashes(name: str) -> list[str]:
-    return list(dict.fromkeys((name, name[:2] + name[2:].replace("_", "-"))))
+def _page(groups: Sequence[str]) -> str:
+    return "\n".join([f"usage: {_USAGE}\n", _DESCRIPTION + "\n", *groups, _EXAMPLES + "\n"])
+
+
+def _explained(table: Sequence[Option], group: str) -> str:
+    lines = []
+    for option in table:
+        if option.group != group:
+            continue
+        names = [f"--{name}" if not name.startswith("-") else name for name in option.names]
+        head = f"  {', '.join(names)} {option.metavar}".rstrip()
+        margin = " " * _MARGIN
+        text = textwrap.fill(option.help, _WIDTH, initial_indent=margin, subsequent_indent=margin)
+        lines.append(f"{head:<{_MARGIN}}{text.lstrip()}" if len(head) < _MARGIN else f"{head}\n{text}")
+    return "\n".join(lines) + "\n"
+
+
+def _torchruns_variables(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Options given as PET_NNODES and so on, as torchrun takes them."""
+    found: dict[str, Any] = {}
+    for option in options():
+        for name in option.names:
+            text = environment.get(f"PET_{name.upper()}")
+            if text is None:
+                continue
+            if option.read is None:
+                found.update({option.key: True} if text not in ("", "0") else {})
+                continue
+            try:
+                found[option.key] = option.read(text)
+            except argparse.ArgumentTypeError as error:
+                raise ArgumentError(f"environment variable PET_{name.upper()}: {error}") from None
+    return found
+
+
+def _hosts(chosen: Mapping[str, Any]) -> Hosts:
+    least, most = chosen.get("num_machines", (1, 1))
+    address, port = chosen.get("main_process_ip"), chosen.get("main_process_port")
+    if "rdzv_endpoint" in chosen:
+        address, port = _endpoint(chosen["rdzv_endpoint"], port)
+    alone = most == 1 and (address is None or chosen.get("rdzv_backend", "static") == "static")
+    if chosen.get("standalone") or alone:
+        return Hosts(port=port or 0)
+    rank = chosen.get("machine_rank")
+    by_arrival = chosen.get("rdzv_backend", "c10d" if least < most else "static") == "c10d"
+    _check_hosts(chosen, most, address, rank, by_arrival)
+    conf = chosen.get("rdzv_conf", {})
+    interval, attempts = conf.get("keep_alive_interval"), conf.get("keep_alive_max_attempt")
+    silence = float(interval or 10) * float(attempts or 3)
+    return Hosts(
+        least=least,
+        most=most,
+        rank=rank,
+        address=address,
+        port=MAIN_PORT if port is None else port,
+        job=chosen.get("rdzv_id", "none"),
+        is_main=conf["is_host"] == "true" if "is_host" in conf else None,
+        join_timeout=float(conf.get("join_timeout", Hosts.join_timeout)),
+        last_call=float(conf.get("last_call_timeout", Hosts.last_call)),
+        silence=silence,
+        local_address=chosen.get("local_addr"),
+    )
+
+
+def _endpoint(text: str, port: int | None) -> tuple[str, int | None]:
+    host, colon, tail = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, tail = text, ""
+    if tail and not (tail.isascii() and tail.isdigit() and int(tail) <= 65535):
+        raise ArgumentError(f"--rdzv_endpoint {text!r}: {tail!r} is not a port; write HOST:PORT")
+    return host.strip("[]") or "localhost", int(tail) if tail else port
+
+
+def _check_hosts(
+    chosen: Mapping[str, Any], most: int, address: str | None, rank: int | None, by_arrival: bool
+) -> None:
+    if not address:
+        raise ArgumentError(
+            f"{most} hosts need a main host to meet on: write --main_process_ip ADDRESS (or --rdzv_endpoint "
+            f"ADDRESS:PORT) with an address of it, the same on all hosts"
+        )
+    if rank is None and not by_arrival:
+        raise ArgumentError(
+            f"which of the {most} hosts is this? write --machine_rank I, from 0 (the main host) to "
+            f"{most - 1}; or --rdzv_backend c10d on all hosts to give ranks out by arrival"
+        )
+    if rank is not None and rank >= most:
+        raise ArgumentError(
+            f"--machine_rank {rank} does not exist among {most} hosts; write 0 to {most - 1}, or a higher "
+            f"--num_machines"
+        )
+    if chosen.get("main_process_port") == 0:
+        raise ArgumentError("several hosts cannot meet on port 0; write --main_process_port with a number")
+
+
+def _ranks_per_host(given: Mapping[str, Any], chosen: Mapping[str, Any], hosts: Hosts) -> int | None:
+    """Ranks on this host: as said, or its part of all ranks; None when nothing was said."""
+    per_host: int | None = chosen.get("nproc_per_node")
+    if per_host is not None and "num_processes" not in given:
+        return per_host
+    total: int | None = chosen.get("num_processes")
+    if total is None:
+        return None
+    if total % hosts.most:
+        raise ArgumentError(
+            f"--num_processes {total} is the number of ranks on all hosts together, and cannot be shared out "
+            f"among {hosts.most} hosts; write a multiple of {hosts.most}, or --nproc_per_node"
+        )
+    if per_host is not None and per_host * hosts.most != total:
+        raise ArgumentError(
+            f"--num_processes {total} and --nproc_per_node {per_host} disagree for {hosts.most} host(s); "
+            f"leave one of them out"
+        )
+    return total // hosts.most
+
+
+def _output(chosen: Mapping[str, Any]) -> Output:
+    log_dir = chosen.get("log_dir")
+    if log_dir is not None and os.path.exists(log_dir) and not os.path.isdir(log_dir):
+        raise ArgumentError(f"--log_dir {log_dir!r} is a file; name a folder")
+    return Output(
+        log_dir=log_dir,
+        tee=chosen.get("tee"),
+        redirects=chosen.get("redirects", 0),
+        rank_0_only=bool(chosen.get("log_rank_0_only")),
+        local_ranks=chosen.get("local_ranks_filter", ()),
+    )
+
+
+def _check_together(chosen: Mapping[str, Any]) -> None:
+    """Refuse what excludes each other."""
+    if chosen.get("module") and chosen.get("no_python"):
+        raise ArgumentError(
+            "-m and --no_python exclude each other: a module needs Python; leave one of them out"
+        )
+    if chosen.get("multi_gpu") and chosen.get("cpu"):
+        raise ArgumentError("--multi_gpu and --cpu exclude each other; leave one of them out")
+    if chosen.get("multi_gpu") and 1 in (chosen.get("num_processes"), chosen.get("nproc_per_node")):
+        raise ArgumentError("--multi_gpu needs two or more ranks; write --num_processes 2, or leave it out")
+    if chosen.get("standalone") and chosen.get("num_machines", (1, 1))[1] > 1:
+        raise ArgumentError("--standalone is for one host; leave it out, or --num_machines (--nnodes)")
+    fsdp = [key for key in chosen if key.startswith("fsdp_")]
+    if fsdp and not chosen.get("use_fsdp"):
+        raise ArgumentError(f"--{fsdp[0]} does nothing without --use_fsdp; add it, or leave --{fsdp[0]} out")
 
 
 def _unknown_option(option: str) -> str:
     name = option.split("=")[0]
-    close = difflib.get_close_matches(name, add_launch_arguments(argparse.ArgumentParser()), n=1, cutoff=0.7)
+    reason = reason_against(name)
+    if reason is not None:
+        return f"{name}: {reason}"
+    close = difflib.get_close_matches(name, names_of(options()), n=1, cutoff=0.7)
     hint = f"; did you mean {close[0]}?" if close else ""
     return (
         f"there is no option {name}{hint} (options of your script go behind the script; "
@@ -215,58 +335,3 @@ def _check_script(script: str, *, module: bool, no_python: bool) -> None:
         raise ArgumentError(
             f"there is no script {script!r} (looked in {os.getcwd()}); to start a module write -m {script}"
         )
-
-
-def _check_log_dir(log_dir: str | None) -> None:
-    if log_dir is not None and os.path.exists(log_dir) and not os.path.isdir(log_dir):
-        raise ArgumentError(f"--log_dir {log_dir!r} is a file; name a folder")
-
-
-def _number_of_processes(text: str) -> int:
-    """A whole number, or torchrun's words: gpu, cpu (one per core), auto (devices, else cores)."""
-    cores = os.cpu_count() or 1
-    if text in ("gpu", "auto"):
-        devices = device_count()
-        if devices == 0 and text == "gpu":
-            raise argparse.ArgumentTypeError("gpu: PyTorch sees no accelerator here; write a number, or cpu")
-        return devices or cores
-    if text == "cpu":
-        return cores
-    number = _whole(text)
-    if number is None or number < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of ranks; write 1 or more (or gpu, cpu, auto)"
-        )
-    return number
-
-
-def _count(text: str) -> int:
-    number = _whole(text)
-    if number is None or number < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count; write 0 or more")
-    return number
-
-
-def _port(text: str) -> int:
-    number = _whole(text)
-    if number is None or not 0 <= number <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write 0 (a free one) to 65535")
-    return number
-
-
-def _streams(text: str) -> int | dict[int, int]:
-    if text in ("0", "1", "2", "3"):
-        return int(text)
-    by_rank: dict[int, int] = {}
-    for part in text.split(","):
-        rank, _, streams = part.partition(":")
-        if _whole(rank) is None or streams not in ("0", "1", "2", "3"):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a choice of streams; write 0, 1, 2 or 3, or by rank as in 0:3,1:2"
-            )
-        by_rank[int(rank)] = int(streams)
-    return by_rank
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit() else None

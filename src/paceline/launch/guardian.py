@@ -89,17 +89,18 @@ class Guardian:
             self._process.wait()
 
 
-def kill_run(run_id: str, sessions: Collection[int]) -> None:
+def kill_run(run_id: str, sessions: Collection[int], spare: Collection[int] = ()) -> None:
     """SIGKILL every process of a run, its caller excepted, and wait until they are gone.
 
     Args:
         run_id: see ``Guardian``.
         sessions: the sessions the ranks were started in.
+        spare: processes that the next attempt needs as well.
     """
     mark = f"{RUN_ID_VARIABLE}={run_id}".encode()
     deadline = time.monotonic() + _SWEEP_LIMIT
     while time.monotonic() < deadline:
-        found = list(_processes_of(mark, sessions))
+        found = [pid for pid in _processes_of(mark, sessions) if pid not in spare]
         for pid in found:
             _kill(pid)
         if not found:

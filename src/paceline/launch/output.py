@@ -82,7 +82,7 @@ class RankStream:
     Args:
         rank: whose stream it is.
         source: descriptor to read from; this object closes it.
-        screen: where to show it.
+        screen: where to show it; None does not.
         prefix: put before every line; None lets the bytes pass as they come.
         file: also gets every byte; this object closes it.
         keep_tail: remember the end of it, for the failure report.
@@ -92,7 +92,7 @@ class RankStream:
         self,
         rank: int,
         source: int,
-        screen: Screen,
+        screen: Screen | None,
         *,
         prefix: bytes | None,
         file: BinaryIO | None = None,
@@ -114,6 +114,8 @@ class RankStream:
         self._write_file(data)
         if self._keep_tail:
             self._remember(data)
+        if self._screen is None:
+            return
         if self._prefix is None:
             self._screen.write(self.rank, data)
         else:
@@ -139,7 +141,7 @@ class RankStream:
 
     def _show(self, pieces: Sequence[bytes]) -> None:
         shown = b"".join(self._prefixed(piece) for piece in pieces if piece != b"\r")
-        if shown:
+        if shown and self._screen is not None:
             self._screen.write(self.rank, shown)
 
     def _prefixed(self, piece: bytes) -> bytes:
@@ -161,7 +163,8 @@ class RankStream:
             self._file.write(data)
         except OSError as error:
             note = f"paceline launch: cannot write {self._file.name} any more: {error.strerror}\n"
-            self._screen.write(None, note.encode())
+            if self._screen is not None:
+                self._screen.write(None, note.encode())
             self._file.close()
             self._file = None
 

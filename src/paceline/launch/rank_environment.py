@@ -33,27 +33,54 @@ class Meeting:
     master_port: int
     attempt: int
     max_restarts: int
+    interface: str | None = None
 
 
-def rank_environment(
-    inherited: Mapping[str, str], seat: RankSeat, meeting: Meeting, *, use_cpu: bool, error_file: str
+def shared_environment(
+    inherited: Mapping[str, str],
+    variables: Mapping[str, str],
+    *,
+    local_world_size: int,
+    use_cpu: bool,
+    single_host: bool,
+    run_id: str,
 ) -> dict[str, str]:
-    """The whole environment of one rank: what the launcher inherited, and the rank's place on top.
+    """What the environments of all ranks of this host have in common, in all attempts.
 
     Args:
         inherited: the launcher's own environment.
-        seat: which rank this is.
-        meeting: where the ranks meet, and in which attempt.
+        variables: those that options set.
+        local_world_size: ranks of this host.
         use_cpu: no accelerator is to be used (asked for, or there is none).
-        error_file: where `torch.distributed.elastic`'s ``@record`` writes an exception.
+        single_host: all ranks are on this host.
+        run_id: the run's mark.
     """
     environment = dict(inherited)
-    environment.update(_torchrun_variables(seat, meeting, error_file))
     environment.update(_accelerate_variables(inherited, use_cpu))
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(seat.local_world_size)))
-    if seat.group_world_size == 1:
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(local_world_size)))
+    environment.update(variables)
+    environment["TORCHELASTIC_RUN_ID"] = run_id
+    if single_host:
         _keep_gloo_on_loopback(environment)
+    return environment
+
+
+def rank_environment(
+    shared: Mapping[str, str], seat: RankSeat, meeting: Meeting, *, role: str = "default", error_file: str
+) -> dict[str, str]:
+    """The whole environment of one rank: what all share, and the rank's place on top.
+
+    Args:
+        shared: see ``shared_environment``.
+        seat: which rank this is.
+        meeting: where the ranks meet, and in which attempt.
+        role: the ranks' ROLE_NAME.
+        error_file: where `torch.distributed.elastic`'s ``@record`` writes an exception.
+    """
+    environment = {**shared, **_torchrun_variables(seat, meeting, role, error_file)}
+    if meeting.interface is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
     return environment
 
 
@@ -69,7 +96,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _torchrun_variables(seat: RankSeat, meeting: Meeting, error_file: str) -> dict[str, str]:
+def _torchrun_variables(seat: RankSeat, meeting: Meeting, role: str, error_file: str) -> dict[str, str]:
     return {
         "RANK": str(seat.rank),
         "LOCAL_RANK": str(seat.local_rank),
@@ -77,7 +104,7 @@ def _torchrun_variables(seat: RankSeat, meeting: Meeting, error_file: str) -> di
         "LOCAL_WORLD_SIZE": str(seat.local_world_size),
         "GROUP_RANK": str(seat.group_rank),
         "GROUP_WORLD_SIZE": str(seat.group_world_size),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": role,
         "ROLE_RANK": str(seat.rank),
         "ROLE_WORLD_SIZE": str(seat.world_size),
         "MASTER_ADDR": meeting.master_addr,
@@ -93,7 +120,7 @@ def _torchrun_variables(seat: RankSeat, meeting: Meeting, error_file: str) -> di
 
 
 def _accelerate_variables(inherited: Mapping[str, str], use_cpu: bool) -> dict[str, str]:
-    """What ``accelerate launch`` sets when no option of its own is given.
+    """What ``accelerate launch`` sets when no option of its own is given (``script_variables`` has the rest).
 
     It also sets KMP_AFFINITY where it starts one process on the CPU. With several ranks that
     would pin all of them to the same first cores, so it is left out here.

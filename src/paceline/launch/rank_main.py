@@ -8,7 +8,8 @@ Note: why the script is not simply given to Python
     shutdown. After an exception it is not: collectives that wait for other ranks would be waited for.
 
 The script must not notice: ``sys.argv``, ``sys.path`` and ``__main__`` are as Python sets them, and
-tracebacks begin with the script's own frames. Runs as a script itself; standard library only.
+tracebacks begin with the script's own frames. Runs as a script itself, or in a process that
+``fork_server.py`` forked; standard library only.
 """
 
 from __future__ import annotations
@@ -22,14 +23,30 @@ import types
 from importlib.machinery import SourceFileLoader
 
 
-def _run_as_main(kind: str, name: str, arguments: list[str]) -> None:
-    """Run a script or a module in a ``__main__`` of its own.
+def run(kind: str, name: str, *arguments: str, hide: tuple[str, ...] = ()) -> None:
+    """Run a script or a module as the main program, and end the process group it may have left.
 
     Args:
         kind: "script" or "module".
         name: path of the script, or name of the module.
         arguments: the rest of its command line.
+        hide: more files whose frames stay out of tracebacks.
     """
+    end = atexit.register(_end_process_group, os.getpid())  # registered first, so called last
+    try:
+        _run_as_main(kind, name, list(arguments))
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            atexit.unregister(end)
+        raise
+    except BaseException as error:
+        atexit.unregister(end)
+        _show(error, hide)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _run_as_main(kind: str, name: str, arguments: list[str]) -> None:
+    """Run a script or a module in a ``__main__`` of its own."""
     sys.argv = [name, *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if not sys.flags.safe_path:
@@ -45,9 +62,9 @@ def _run_as_main(kind: str, name: str, arguments: list[str]) -> None:
     exec(code, main.__dict__)
 
 
-def _show(error: BaseException) -> None:
+def _show(error: BaseException, hide: tuple[str, ...]) -> None:
     """Print an uncaught exception as Python does, without the frames of this file and of runpy."""
-    ours = (__file__, runpy.run_path.__code__.co_filename)
+    ours = (__file__, runpy.run_path.__code__.co_filename, *hide)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
@@ -63,19 +80,5 @@ def _end_process_group(pid: int) -> None:
         dist.destroy_process_group()
 
 
-def _run(kind: str, name: str, *arguments: str) -> None:
-    end = atexit.register(_end_process_group, os.getpid())  # registered first, so called last
-    try:
-        _run_as_main(kind, name, list(arguments))
-    except SystemExit as ended:
-        if ended.code not in (None, 0):
-            atexit.unregister(end)
-        raise
-    except BaseException as error:
-        atexit.unregister(end)
-        _show(error)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-
-
 if __name__ == "__main__":
-    _run(*sys.argv[1:])
+    run(*sys.argv[1:])

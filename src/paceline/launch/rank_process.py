@@ -1,9 +1,7 @@
 """One rank as a process: started on a leash, seen to end, not yet reaped.
 
-Note: the leash
-    The kernel sends a rank SIGKILL when the thread that started it ends (PR_SET_PDEATHSIG), so
-    ranks must be started from the launcher's main thread, which lives as long as the launcher.
-    It is set between fork and exec; whoever was orphaned before that notices by its parent.
+    SpawnedRank   a program of its own, or a Python of its own
+    ForkedRank    forked from the process that has imported torch (``forks.py``)
 
 Note: ended ranks stay unreaped until the attempt is over
     A zombie keeps its number, so the rank's session (``guardian.py`` kills by it) cannot become
@@ -12,29 +10,35 @@ Note: ended ranks stay unreaped until the attempt is over
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
+import re
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import LaunchError
 from paceline.launch import rank_main
-from paceline.launch.flags import LaunchConfig
+from paceline.launch.config import LaunchConfig
+from paceline.launch.forks import ForkServer
+from paceline.launch.leash import leash
 from paceline.launch.rank_environment import RankSeat
 
-_PR_SET_PDEATHSIG = 1
+# Variables that are read when torch (or what it loads) is imported. A script that sets one before
+# it imports torch would set it too late in a process where torch is there already.
+_READ_ON_IMPORT = re.compile(
+    rb"""["'](?:(?:OMP|MKL|KMP|GOMP|OPENBLAS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|ATEN|DNNL|ONEDNN)_\w+)["']"""
+)
 
 
 @dataclass(frozen=True)
 class StandardStreams:
     """File descriptors that become a rank's stdin, stdout and stderr."""
 
-    stdin: int | None
+    stdin: int
     stdout: int
     stderr: int
 
@@ -44,36 +48,15 @@ class RankProcess:
 
     Args:
         seat: which rank it is.
-        command: program and arguments.
-        environment: its whole environment.
-        streams: its standard streams; they stay the caller's to close.
-
-    Raises:
-        LaunchError: the program cannot be started.
+        pid: its process.
     """
 
-    def __init__(
-        self, seat: RankSeat, command: Sequence[str], environment: Mapping[str, str], streams: StandardStreams
-    ) -> None:
-        self.seat = seat
+    def __init__(self, seat: RankSeat, pid: int) -> None:
+        self.seat, self.pid = seat, pid
         self.exit_code: int | None = None
         self.ended_at: float | None = None
         self.signalled = False
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL if streams.stdin is None else streams.stdin,
-                stdout=streams.stdout,
-                stderr=streams.stderr,
-                start_new_session=True,
-                preexec_fn=_leash(),
-            )
-        except OSError as error:
-            raise LaunchError(
-                f"rank {seat.rank} could not be started: {command[0]}: {error.strerror}"
-            ) from None
-        self.pid = self._process.pid
+        self.was_stopped = False
 
     @property
     def running(self) -> bool:
@@ -87,38 +70,133 @@ class RankProcess:
 
     def poll(self) -> None:
         """Look whether it ended; if so set ``ended_at``, and ``exit_code`` (-n when signal n killed it)."""
-        if not self.running:
-            return
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None:
-            self.ended_at = time.monotonic()
-            self.exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if self.running:
+            self.exit_code = self._look()
+            self.ended_at = None if self.running else time.monotonic()
+
+    def frozen(self) -> bool:
+        """Whether it was stopped (SIGSTOP, a debugger), so that it can take no other signal."""
+        if self.running and not self.signalled:
+            self.was_stopped = _state(self.pid) in ("T", "t")
+        return self.running and self.was_stopped
 
     def send(self, number: int, *, whole_group: bool) -> None:
-        """Send a signal to the rank, or to its whole process group; an exit after that is no failure."""
+        """Ask the rank, or its whole process group, to end; an exit after that is no failure."""
         self.poll()
         if self.running:
             self.signalled = True
-            (os.killpg if whole_group else os.kill)(self.pid, number)
+            _send(self.pid, number, whole_group)
+
+    def pass_on(self, number: int, *, whole_group: bool) -> None:
+        """Send a signal after which the rank is expected to go on."""
+        self.poll()
+        if self.running:
+            _send(self.pid, number, whole_group)
 
     def reap(self) -> None:
         """Let go of the ended process; its number may be given out again from here on."""
+        raise NotImplementedError
+
+    def _look(self) -> int | None:
+        raise NotImplementedError
+
+
+class SpawnedRank(RankProcess):
+    """A rank that was started as a program.
+
+    Raises:
+        LaunchError: the program cannot be started.
+    """
+
+    def __init__(
+        self, seat: RankSeat, command: Sequence[str], environment: Mapping[str, str], streams: StandardStreams
+    ) -> None:
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=streams.stdin,
+                stdout=streams.stdout,
+                stderr=streams.stderr,
+                start_new_session=True,
+                preexec_fn=leash(),
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"rank {seat.rank} could not be started: {command[0]}: {error.strerror}"
+            ) from None
+        super().__init__(seat, self._process.pid)
+
+    def reap(self) -> None:
         try:
             self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             pass  # stuck in the kernel even after SIGKILL; it is reaped by init when the launcher ends
 
+    def _look(self) -> int | None:
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+class ForkedRank(RankProcess):
+    """A rank that was forked from the process that has imported torch."""
+
+    def __init__(
+        self,
+        seat: RankSeat,
+        server: ForkServer,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        streams: StandardStreams,
+    ) -> None:
+        descriptors = (streams.stdin, streams.stdout, streams.stderr)
+        super().__init__(seat, server.fork(program, environment, descriptors))
+        self._server = server
+
+    def reap(self) -> None:
+        if not self.running:
+            self._server.reap(self.pid)
+
+    def _look(self) -> int | None:
+        return self._server.ending(self.pid)
+
+
+def rank_program(config: LaunchConfig) -> list[str]:
+    """Kind, name and arguments of what ``rank_main.py`` is to run."""
+    return ["module" if config.module else "script", config.script, *config.script_arguments]
+
 
 def rank_command(config: LaunchConfig) -> list[str]:
-    """The command line of every rank. Python runs unbuffered, so that a crash loses no line."""
+    """The command line of a rank that is started as a program.
+
+    Python runs unbuffered, so that a crash loses no line.
+    """
     if config.no_python:
         return [config.script, *config.script_arguments]
     python = [sys.executable, "-u"]
-    if config.module:
-        return [*python, rank_main.__file__, "module", config.script, *config.script_arguments]
-    if _is_source(config.script):
-        return [*python, rank_main.__file__, "script", config.script, *config.script_arguments]
+    if config.module or _is_source(config.script):
+        return [*python, rank_main.__file__, *rank_program(config)]
     return [*python, config.script, *config.script_arguments]
+
+
+def may_fork(config: LaunchConfig) -> bool:
+    """Whether ranks may be forked, as far as the options and the script's text tell."""
+    if not config.fork or config.no_python or sys.platform != "linux":
+        return False
+    if not config.module and not _is_source(config.script):
+        return False
+    texts = (path.read_bytes() for path in _sources(config) if path.is_file())
+    return not any(_READ_ON_IMPORT.search(text) for text in texts)
+
+
+def _sources(config: LaunchConfig) -> list[Path]:
+    """The files that may be the script; a module is looked for where most are, below the working folder."""
+    if not config.module:
+        return [Path(config.script)]
+    path = Path(*config.script.split("."))
+    return [path.with_suffix(".py"), path / "__main__.py"]
 
 
 def _is_source(script: str) -> bool:
@@ -126,15 +204,15 @@ def _is_source(script: str) -> bool:
     return os.path.isfile(script) and not script.endswith(".pyc") and not zipfile.is_zipfile(script)
 
 
-def _leash() -> Callable[[], None] | None:
-    """What a rank does between fork and exec: ask to be killed when the launcher dies."""
-    if sys.platform != "linux":
-        return None
-    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
+def _send(pid: int, number: int, whole_group: bool) -> None:
+    try:
+        (os.killpg if whole_group else os.kill)(pid, number)
+    except ProcessLookupError:
+        pass  # the server that keeps its number was killed
 
-    def die_with_launcher() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != launcher:
-            os._exit(1)
 
-    return die_with_launcher
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
