@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import ArgumentError
-from paceline.train import checkpoints
+from paceline.train import checkpoints, interruption
 from paceline.train.feeds import StepData
 from paceline.train.neftune import noisy_embeddings
 from paceline.train.randomness import derive_seed, seed_again
@@ -59,15 +60,17 @@ class TrainOutput(NamedTuple):
 def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | None) -> TrainOutput:
     """Train to the end; the head of this file is its outline."""
     run = prepare(trainer, resume, ignore_keys)
+    trainer.progress = run.progress
     started = time.perf_counter()
-    trainer.fire("on_train_begin")
-    if trainer.args.eval_on_start:
-        _evaluate(run, moves_schedule=False)
-    _agree(trainer)
-    with noisy_embeddings(trainer.model, trainer.args.neftune_noise_alpha):
-        while not _is_over(run):
-            _run_epoch(run)
-    return _finish(run, time.perf_counter() - started)
+    with trainer.interruption:
+        trainer.fire("on_train_begin")
+        if trainer.args.eval_on_start:
+            _evaluate(run, moves_schedule=False)
+        _agree(trainer)
+        with noisy_embeddings(trainer.model, trainer.args.neftune_noise_alpha):
+            while not _is_over(run):
+                _run_epoch(run)
+        return _finish(run, time.perf_counter() - started)
 
 
 def _is_over(run: Run) -> bool:
@@ -143,14 +146,31 @@ def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
         _evaluate(run)
         _agree(trainer)
     if trainer.control.should_save:
-        checkpoints.save(trainer, run.progress())
+        trainer._save_checkpoint(trainer.model_wrapped)
         trainer.control.should_save = False
         trainer.fire("on_save")
         _agree(trainer)
 
 
 def _agree(trainer: Trainer) -> None:
-    trainer.control.agree(trainer.collectives, trainer.args.device)
+    wishes = (trainer.interruption.asked, trainer.saving.writer.failed)
+    interrupted, failed = trainer.control.agree(trainer.collectives, trainer.args.device, wishes)
+    if failed:
+        checkpoints.settle(trainer)
+    if interrupted:
+        _save_and_leave(trainer)
+
+
+def _save_and_leave(trainer: Trainer) -> NoReturn:
+    """Save, let callbacks and writers finish, and end the process; interruption.py says why."""
+    logger.warning("SIGTERM: saving step %d, and leaving", trainer.state.global_step)
+    trainer._save_checkpoint(trainer.model_wrapped)
+    checkpoints.settle(trainer)
+    trainer.fire("on_save")
+    if trainer.args.should_save:
+        interruption.mark(Path(str(trainer.args.output_dir)), trainer.state.global_step)
+    trainer.fire("on_train_end")
+    raise SystemExit(interruption.EXIT_CODE)
 
 
 def _log(run: Run, outcome: StepOutcome | None) -> None:
@@ -165,10 +185,10 @@ def _log(run: Run, outcome: StepOutcome | None) -> None:
 def _evaluate(run: Run, moves_schedule: bool = True) -> None:
     trainer = run.trainer
     trainer.control.should_evaluate = False
-    metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
+    metrics = trainer._evaluate(None, run.ignore_keys)
     if moves_schedule and isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
         trainer.lr_scheduler.step(checkpoints.metric_of(trainer.args, metrics))
-    is_best = checkpoints.note_best(trainer, metrics)
+    is_best = trainer._determine_best_metric(metrics)
     if trainer.args.save_strategy == "best":
         trainer.control.should_save |= is_best
 
@@ -185,8 +205,11 @@ def _finish(run: Run, seconds: float) -> TrainOutput:
     loss = run.meter.before_log / max(state.global_step, 1)
     metrics = {**_speed(run, seconds), "total_flos": state.total_flos, "train_loss": loss}
     trainer.log(metrics)
+    checkpoints.settle(trainer)
     if trainer.args.load_best_model_at_end:
-        checkpoints.load_best(trainer)
+        trainer._load_best_model()
+    if trainer.args.should_save:
+        interruption.unmark(Path(str(trainer.args.output_dir)))
     trainer.fire("on_train_end")
     trainer.model_wrapped = trainer.model  # lets go of the wrapper and its hooks
     return TrainOutput(state.global_step, loss, metrics)

@@ -89,7 +89,6 @@ class Run:
         """What a checkpoint must hold beyond the state for losses and place in the data to go on."""
         cut_short = self.step > 0 and self.trainer.control.should_epoch_stop
         epoch, step = (self.epoch + 1, 0) if cut_short else (self.epoch, self.step)
-        scaler = self.trainer.accelerator.scaler
         return {
             "global_batch": self.feed.global_size,
             "epoch_samples": self.feed.num_samples,
@@ -98,7 +97,6 @@ class Run:
             "loss_before_log": self.meter.before_log,
             "loss_since_log": self.meter.mean_over_ranks(),
             "steps_since_log": self.meter.steps_since_log,
-            "loss_scale": scaler.state_dict() if scaler is not None else None,
         }
 
 
@@ -110,7 +108,7 @@ def prepare(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] 
     """
     found = checkpoints.find(trainer, resume)
     if found is not None:
-        checkpoints.load_weights(trainer, found)
+        trainer._load_from_checkpoint(str(found))
     run = _with_data(trainer, ignore_keys)
     max_steps = _max_steps(run)
     trainer.model_wrapped = trainer.wrap_model()
@@ -157,6 +155,8 @@ def _start_state(run: Run, max_steps: int) -> None:
 def _resume(run: Run, folder: Path) -> None:
     saved, progress = checkpoints.load_progress(run.trainer, folder)
     _adopt(run.trainer.state, saved)
+    if run.trainer.args.restore_callback_states_from_checkpoint:
+        run.trainer.callback_handler.restore(saved.stateful_callbacks)
     if not progress:  # another tool wrote the checkpoint
         run.epoch, run.step = divmod(saved.global_step, run.feed.steps)
     else:
@@ -165,14 +165,8 @@ def _resume(run: Run, folder: Path) -> None:
         run.meter.before_log = progress["loss_before_log"]
         run.meter.since_log.fill_(progress["loss_since_log"])
         run.meter.steps_since_log = progress["steps_since_log"]
-        _resume_scale(run.trainer, progress.get("loss_scale"))
     if run.trainer.args.ignore_data_skip:
         run.step = 0
-
-
-def _resume_scale(trainer: Trainer, state: dict[str, Any] | None) -> None:
-    if trainer.accelerator.scaler is not None and state is not None:
-        trainer.accelerator.scaler.load_state_dict(state)
 
 
 def _check_same_steps(run: Run, progress: dict[str, Any], folder: Path) -> None:
