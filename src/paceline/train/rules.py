@@ -306,9 +306,19 @@ def _default(each: Any) -> Any:
     return each.default if each.default is not MISSING else each.default_factory()
 
 
+class Choice(str):
+    """A word out of a fixed set: a plain string that has ``value``, as the members of Hugging Face's enums do."""
+
+    @property
+    def value(self) -> str:
+        """The word."""
+        return str(self)
+
+
 def _plain(value: Any) -> Any:
-    """An enum's value (scripts pass Hugging Face's enums), anything else as it is."""
-    return getattr(value, "value", value)
+    """A word, given as such or as an enum's member; anything else as it is."""
+    value = getattr(value, "value", value)
+    return Choice(value) if isinstance(value, str) else value
 
 
 def _parsed(name: str, value: Any) -> Any:
