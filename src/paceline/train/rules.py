@@ -307,7 +307,7 @@ def _default(each: Any) -> Any:
 
 
 class Choice(str):
-    """A word out of a fixed set: a plain string that has ``value``, as the members of Hugging Face's enums do."""
+    """A word out of a fixed set: a string that has ``value``, as the members of Hugging Face's enums do."""
 
     @property
     def value(self) -> str:
