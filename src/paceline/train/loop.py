@@ -146,7 +146,7 @@ def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
         _evaluate(run)
         _agree(trainer)
     if trainer.control.should_save:
-        trainer._save_checkpoint(trainer.model_wrapped)
+        trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer.control.should_save = False
         trainer.fire("on_save")
         _agree(trainer)
@@ -164,7 +164,7 @@ def _agree(trainer: Trainer) -> None:
 def _save_and_leave(trainer: Trainer) -> NoReturn:
     """Save, let callbacks and writers finish, and end the process; interruption.py says why."""
     logger.warning("SIGTERM: saving step %d, and leaving", trainer.state.global_step)
-    trainer._save_checkpoint(trainer.model_wrapped)
+    trainer._save_checkpoint(trainer.model_wrapped, None)
     checkpoints.settle(trainer)
     trainer.fire("on_save")
     if trainer.args.should_save:
