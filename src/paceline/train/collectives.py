@@ -23,6 +23,11 @@ class Collectives:
         assert group is not None  # TrainingArguments brought it up
         self._peers = Peers(group)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited so far."""
+        return self._peers.waited_s
+
     def sum(self, value: Tensor, what: str) -> Tensor:
         """Add `value` up over all ranks, in place.
 

@@ -35,7 +35,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import ArgumentError
-from paceline.train import checkpoints, interruption
+from paceline.train import checkpoints, interruption, report
 from paceline.train.feeds import StepData
 from paceline.train.neftune import noisy_embeddings
 from paceline.train.randomness import derive_seed, seed_again
@@ -90,7 +90,8 @@ def _run_epoch(run: Run) -> None:
     trainer.fire("on_epoch_begin")
     ended = False
     while not ended:
-        data = run.feed.next_step()
+        with run.clock.data:
+            data = run.feed.next_step()
         if data is None:
             break
         _run_one_step(run, data)
@@ -122,7 +123,7 @@ def _run_one_step(run: Run, data: StepData) -> None:
     seed_again(derive_seed("step", trainer.args.seed, state.global_step, trainer.args.process_index))
     tokens = count_tokens(trainer, data)
     trainer.fire("on_step_begin")
-    outcome = run_step(trainer, data)
+    outcome = run_step(trainer, data, run.clock)
     run.meter.add(outcome.loss)
     run.step += 1
     run.samples += data.samples
@@ -179,6 +180,7 @@ def _log(run: Run, outcome: StepOutcome | None) -> None:
         logs["grad_norm"] = float(outcome.grad_norm)
     logs["learning_rate"] = outcome.learning_rate if outcome else run.trainer.learning_rate
     run.trainer.control.should_log = False
+    run.note_speed()
     run.trainer.log(logs)
 
 
@@ -210,6 +212,7 @@ def _finish(run: Run, seconds: float) -> TrainOutput:
         trainer._load_best_model()
     if trainer.args.should_save:
         interruption.unmark(Path(str(trainer.args.output_dir)))
+    report.write(run, metrics)
     trainer.fire("on_train_end")
     trainer.model_wrapped = trainer.model  # lets go of the wrapper and its hooks
     return TrainOutput(state.global_step, loss, metrics)

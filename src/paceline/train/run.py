@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.train import checkpoints, setup
+from paceline.train.clock import Clock
 from paceline.train.collectives import Collectives
 from paceline.train.feeds import Feed, feed_of
 from paceline.train.state import TrainerControl, TrainerState
@@ -73,6 +74,8 @@ class Run:
         epoch, step: the place in the data: the next step to take is step `step` of epoch `epoch`.
         samples: samples that this call has trained on, over all ranks.
         tokens: input tokens that this call has trained on, over all ranks, if they are counted.
+        clock: where this rank's time goes.
+        speeds: at each log, (step, samples per second since the log before).
     """
 
     trainer: Trainer
@@ -84,6 +87,25 @@ class Run:
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    clock: Clock = field(init=False)
+    speeds: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self._waited)
+        self._at_last_log = (self.clock.total, 0)
+
+    def note_speed(self) -> None:
+        """Note how fast the steps since the log before were."""
+        (before, samples), now = self._at_last_log, self.clock.total
+        self._at_last_log = (now, self.samples)
+        self.speeds.append(
+            (self.trainer.state.global_step, (self.samples - samples) / max(now - before, 1e-9))
+        )
+
+    def _waited(self) -> float:
+        reducer: Any = getattr(self.trainer.model_wrapped, "reducer", None)
+        peers = getattr(reducer, "_peers", None)
+        return self.trainer.collectives.waited_s + getattr(peers, "waited_s", 0.0)
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the state for losses and place in the data to go on."""

@@ -416,5 +416,6 @@ class Trainer(DataPoints, Outputs, PeerNames):
             setup.compile_model(model, self.args)
         self.model_accepts_loss_kwargs = losses.takes_num_items(model)
         self.model_shifts_labels = losses.shifts_labels(model)
+        self.can_return_loss = losses.returns_loss_unasked(model)
         self.label_names = self.args.label_names or losses.label_names_of(model)
         self.label_smoother = smoother_for(model, self.args.label_smoothing_factor)
