@@ -139,10 +139,12 @@ def _run_one_step(run: Run, data: StepData) -> None:
 def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
     """Do what is due; between two of them callbacks run, so the ranks agree anew each time."""
     trainer = run.trainer
-    _agree(trainer)
+    interrupted = _agree(trainer)
     if trainer.control.should_log and run.meter.steps_since_log:
         _log(run, outcome)
-        _agree(trainer)
+        interrupted = _agree(trainer)
+    if interrupted:
+        _save_and_leave(trainer)
     if trainer.control.should_evaluate:
         _evaluate(run)
         _agree(trainer)
@@ -153,13 +155,13 @@ def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
         _agree(trainer)
 
 
-def _agree(trainer: Trainer) -> None:
+def _agree(trainer: Trainer) -> bool:
+    """Make the ranks' wishes one; whether SIGTERM has come to any of them."""
     wishes = (trainer.interruption.asked, trainer.saving.writer.failed)
     interrupted, failed = trainer.control.agree(trainer.collectives, trainer.args.device, wishes)
     if failed:
         checkpoints.settle(trainer)
-    if interrupted:
-        _save_and_leave(trainer)
+    return interrupted
 
 
 def _save_and_leave(trainer: Trainer) -> NoReturn:

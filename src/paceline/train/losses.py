@@ -49,7 +49,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def returns_loss_unasked(model: nn.Module) -> bool:
-    """Whether the forward gives a loss without labels: a parameter named return_loss that is true by default."""
+    """Whether the forward gives a loss without labels: it has return_loss, which is true by default."""
     parameter = inspect.signature(model.forward).parameters.get("return_loss")
     return parameter is not None and parameter.default is True
 
