@@ -55,6 +55,8 @@ class Collectives:
         return self.sum(everyone, what)
 
     def _reduce(self, value: Tensor, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self._peers.world_size == 1:
+            return value  # each of these operations leaves a single rank's value as it is
         work = dist.all_reduce(value, op=op, async_op=True)
         if value.device.type == "cpu":
             self._peers.wait(work, lambda: f"{what} ({self._where()})")
