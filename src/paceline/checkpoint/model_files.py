@@ -24,6 +24,7 @@ from paceline.errors import CheckpointError
 
 SAFE_NAME = "model.safetensors"
 TORCH_NAME = "pytorch_model.bin"
+ADAPTER_CONFIG = "adapter_config.json"  # written by PEFT, whose save_pretrained leaves the base model out
 
 
 def save_model(model: nn.Module, folder: Path, state: dict[str, Any] | None = None) -> None:
@@ -58,6 +59,9 @@ def load_model(model: nn.Module, folder: Path) -> None:
     Raises:
         CheckpointError: there are none, or they do not fit; the text names the entries.
     """
+    if (folder / ADAPTER_CONFIG).is_file() and hasattr(model, "load_adapter"):
+        _load_adapter(model, folder)
+        return
     missing, unexpected = set(model.state_dict()), []
     for path in _weight_files(folder):
         entries = _read(path)
@@ -73,6 +77,15 @@ def load_model(model: nn.Module, folder: Path) -> None:
             f"{folder} does not fit the model: missing {sorted(missing)}, unexpected {sorted(unexpected)}; "
             f"build the model as it was built for the run that wrote the checkpoint"
         )
+
+
+def _load_adapter(model: nn.Module, folder: Path) -> None:
+    """Read the weights of a PEFT model's active adapter; the base model is as it was."""
+    adapted: Any = model
+    try:
+        adapted.load_adapter(str(folder), adapted.active_adapters[0], is_trainable=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} does not fit the model's adapter: {error}") from error
 
 
 def _safetensors_can_hold(state: dict[str, Any]) -> bool:

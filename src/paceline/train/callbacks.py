@@ -248,14 +248,16 @@ class DefaultFlowCallback(TrainerCallback):
 
 
 class ProgressCallback(TrainerCallback):
-    """A bar on rank 0, with the logs above it."""
+    """A bar on rank 0 with loss, samples per second and the time left; the logs above it."""
 
     def __init__(self) -> None:
         self.bar: Any = None
         self.evaluation_bar: Any = None
+        self.samples_per_step = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the bar."""
+        self.samples_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         if state.is_world_process_zero:
             self.bar = _bar(total=state.max_steps, initial=state.global_step)
 
@@ -283,9 +285,14 @@ class ProgressCallback(TrainerCallback):
     on_predict = on_evaluate
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the logs above the bar."""
-        if self.bar is not None:
-            self.bar.write(_as_line(kwargs["logs"]))
+        """Write the logs above the bar, and the loss and the speed beside it."""
+        if self.bar is None:
+            return
+        self.bar.write(_as_line(kwargs["logs"]))
+        loss, steps_per_second = kwargs["logs"].get("loss"), self.bar.format_dict["rate"]
+        if loss is not None and steps_per_second:
+            speed = steps_per_second * self.samples_per_step
+            self.bar.set_postfix_str(f"loss {loss:.4g}, {speed:.4g} samples/s", refresh=False)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the bar away."""

@@ -85,6 +85,7 @@ def _run_epoch(run: Run) -> None:
     """The rest of the epoch that the run stands in."""
     trainer = run.trainer
     trainer.control.should_epoch_stop = False
+    _settle_before_forks(trainer)
     run.feed.start_at(run.epoch, run.step)
     began_at = run.step
     trainer.fire("on_epoch_begin")
@@ -164,6 +165,12 @@ def _agree(trainer: Trainer) -> bool:
     return interrupted
 
 
+def _settle_before_forks(trainer: Trainer) -> None:
+    """Workers that load data are about to be forked, and would inherit locks the writer holds, for ever."""
+    if trainer.args.dataloader_num_workers:
+        checkpoints.settle(trainer)
+
+
 def _save_and_leave(trainer: Trainer) -> NoReturn:
     """Save, let callbacks and writers finish, and end the process; interruption.py says why."""
     logger.warning("SIGTERM: saving step %d, and leaving", trainer.state.global_step)
@@ -189,6 +196,7 @@ def _log(run: Run, outcome: StepOutcome | None) -> None:
 def _evaluate(run: Run, moves_schedule: bool = True) -> None:
     trainer = run.trainer
     trainer.control.should_evaluate = False
+    _settle_before_forks(trainer)
     metrics = trainer._evaluate(None, run.ignore_keys)
     if moves_schedule and isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
         trainer.lr_scheduler.step(checkpoints.metric_of(trainer.args, metrics))

@@ -130,6 +130,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.is_in_train = False
         self.saving, self.interruption = checkpoints.Saving(), Interruption(self.args)
+        self.progress: Callable[[], dict[str, Any]] = dict  # of the run, while there is one
         self.collectives = Collectives(lambda: f"step {self.state.global_step}")
         self.bad_steps = BadSteps(self.collectives)
         self.state, self.control = setup.fresh_state(self.args), TrainerControl()
