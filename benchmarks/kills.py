@@ -48,6 +48,7 @@ data = [{"x": point, "labels": point.sum()} for point in points]
 args = TrainingArguments(
     str(folder), use_cpu=True, disable_tqdm=True, report_to="none", logging_strategy="no", max_steps=steps,
     save_steps=every, save_total_limit=3, per_device_train_batch_size=4, learning_rate=1e-3,
+    lr_scheduler_type="constant",  # another length of the run must not change its steps
 )
 trainer = Trainer(Net(), args, train_dataset=data)
 trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
