@@ -20,6 +20,8 @@ _HOMES = {
     "verify_replicas": "paceline.engine.verify",
     "Trainer": "paceline.train.trainer",
     "TrainingArguments": "paceline.train.arguments",
+    "Seq2SeqTrainer": "paceline.train.seq2seq",
+    "Seq2SeqTrainingArguments": "paceline.train.seq2seq",
     "TrainerCallback": "paceline.train.callbacks",
     "DistributedSampler": "paceline.train.sampler",
     "PacelineError": "paceline.errors",

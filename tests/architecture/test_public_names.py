@@ -30,6 +30,8 @@ PUBLIC = {
     "PeerLostError",
     "RanksOutOfStepError",
     "ReplicaMismatchError",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "SyncBatchNorm",
     "Trainer",
     "TrainerCallback",

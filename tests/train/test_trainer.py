@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,10 @@ def test_an_overridden_compute_loss_returns_a_mean(tmp_path: Path) -> None:
 
     own = train(Own, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     assert own == pytest.approx(train(Trainer, per_device_train_batch_size=8), rel=1e-5)
+
+
+def test_the_bar_shows_loss_and_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = settings(tmp_path, max_steps=300, logging_steps=100, disable_tqdm=False)
+    Trainer(Regression(), args, train_dataset=Points(40)).train()
+    shown = capsys.readouterr().err
+    assert re.search(r"300/300 .*loss \d\S*, \d\S* samples/s", shown), shown[-500:]

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,17 +24,33 @@ from paceline.errors import CheckpointError
 
 SAFE_NAME = "model.safetensors"
 TORCH_NAME = "pytorch_model.bin"
+ADAPTER_CONFIG = "adapter_config.json"  # written by PEFT, whose save_pretrained leaves the base model out
 
 
-def save_model(model: nn.Module, folder: Path) -> None:
-    """Write the weights (and a pretrained model's configuration) into `folder`."""
+def save_model(model: nn.Module, folder: Path, state: dict[str, Any] | None = None) -> None:
+    """Write the weights (and a pretrained model's configuration) into `folder`.
+
+    Args:
+        model: whose weights, and whose way of saving.
+        folder: which exists.
+        state: a state dict to write instead of the model's own; see `takes_state`.
+    """
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is not None:
-        save_pretrained(folder)
-    elif _safetensors_can_hold(model):
-        importlib.import_module("safetensors.torch").save_model(model, str(folder / SAFE_NAME))
+        save_pretrained(folder, **({} if state is None else {"state_dict": state}))
+        return
+    entries = model.state_dict() if state is None else state
+    if _safetensors_can_hold(entries):
+        holder = SimpleNamespace(state_dict=lambda: dict(entries))  # all that the library asks of a model
+        importlib.import_module("safetensors.torch").save_model(holder, str(folder / SAFE_NAME))
     else:
-        torch.save(model.state_dict(), folder / TORCH_NAME)
+        torch.save(entries, folder / TORCH_NAME)
+
+
+def takes_state(model: nn.Module) -> bool:
+    """Whether `save_model` can write a copy of the model's state instead of the state itself."""
+    save_pretrained: Any = getattr(model, "save_pretrained", None)
+    return save_pretrained is None or "state_dict" in inspect.signature(save_pretrained).parameters
 
 
 def load_model(model: nn.Module, folder: Path) -> None:
@@ -41,6 +59,9 @@ def load_model(model: nn.Module, folder: Path) -> None:
     Raises:
         CheckpointError: there are none, or they do not fit; the text names the entries.
     """
+    if (folder / ADAPTER_CONFIG).is_file() and hasattr(model, "load_adapter"):
+        _load_adapter(model, folder)
+        return
     missing, unexpected = set(model.state_dict()), []
     for path in _weight_files(folder):
         entries = _read(path)
@@ -58,11 +79,19 @@ def load_model(model: nn.Module, folder: Path) -> None:
         )
 
 
-def _safetensors_can_hold(model: nn.Module) -> bool:
-    """Whether safetensors is here, and the model's state is nothing but plain tensors."""
+def _load_adapter(model: nn.Module, folder: Path) -> None:
+    """Read the weights of a PEFT model's active adapter; the base model is as it was."""
+    adapted: Any = model
+    try:
+        adapted.load_adapter(str(folder), adapted.active_adapters[0], is_trainable=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} does not fit the model's adapter: {error}") from error
+
+
+def _safetensors_can_hold(state: dict[str, Any]) -> bool:
+    """Whether safetensors is here, and the state is nothing but plain tensors."""
     if importlib.util.find_spec("safetensors") is None:
         return False
-    state = model.state_dict()
     return all(
         isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_complex()
         for value in state.values()

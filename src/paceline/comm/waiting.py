@@ -91,6 +91,7 @@ class Peers:
         rank: this rank within the group.
         world_size: number of ranks of the group.
         global_rank: this rank within the whole job, which is what messages name.
+        waited_s: seconds that this rank has waited for collectives so far, here.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -104,6 +105,7 @@ class Peers:
         self._store_answers = True
         self._told_exception = False
         self._known_neighbours: dict[int, Seat] | None = None
+        self.waited_s = 0.0
         if self.world_size > 1:
             self._job_store.set(f"seat/{self.global_rank}", json.dumps([_host_identity(), os.getpid()]))
 
@@ -143,11 +145,15 @@ class Peers:
             PeerLostError: some rank's process is gone; it is named.
             CommunicationError: the collective failed for another reason.
         """
-        if self._wait_slice(work, what):
-            return
-        with self._standing_in_line(what()):
-            while not self._wait_slice(work, what):
-                self._look_around(what())
+        began = time.perf_counter()
+        try:
+            if self._wait_slice(work, what):
+                return
+            with self._standing_in_line(what()):
+                while not self._wait_slice(work, what):
+                    self._look_around(what())
+        finally:
+            self.waited_s += time.perf_counter() - began
 
     def explain(self, error: RuntimeError, what: str) -> CommunicationError:
         """Turn a group's error into one that names the ranks behind it.

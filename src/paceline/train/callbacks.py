@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from paceline.errors import ArgumentError
@@ -34,6 +35,10 @@ EVENTS = (
     "on_prediction_step",
     "on_push_begin",
 )
+
+
+# What their handler's methods take by place, beyond args, state and control.
+_PAYLOADS = {"on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log": ("logs",)}
 
 
 class TrainerCallback:
@@ -120,6 +125,23 @@ class CallbackHandler:
         for callback in callbacks:
             self.add_callback(callback)
 
+    def __getattr__(self, name: str) -> Any:
+        """An event as a method, as subclasses call it: ``on_evaluate(args, state, control, metrics)``."""
+        if name not in EVENTS:
+            raise AttributeError(f"the callback handler has no {name}")
+        return partial(self._call_with_payload, name)
+
+    def _call_with_payload(
+        self, event: str, args: Any, state: Any, control: Any, *payload: Any, **kwargs: Any
+    ) -> TrainerControl:
+        named = dict(zip(_PAYLOADS.get(event, ()), payload, strict=True))
+        return self.call(event, args, state, control, **named, **kwargs)
+
+    @property
+    def callback_list(self) -> str:
+        """The callbacks' class names, one a line."""
+        return "\n".join(type(each).__name__ for each in self.callbacks)
+
     def add_callback(self, callback: Any) -> None:
         """Add a callback, or an instance of a callback class."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
@@ -127,10 +149,39 @@ class CallbackHandler:
     def pop_callback(self, callback: Any) -> Any:
         """Take out a callback, or the first of a class, and return it; None if it is not there."""
         for each in self.callbacks:
-            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
+            if each is callback or (isinstance(callback, type) and _is_a(each, callback)):
                 self.callbacks.remove(each)
                 return each
         return None
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take out a callback, or the first of a class."""
+        self.pop_callback(callback)
+
+    def states(self, control: TrainerControl) -> dict[str, Any]:
+        """What callbacks with a state, and the control, give to be saved, by class name."""
+        states: dict[str, Any] = {}
+        for each in [*self.callbacks, control]:
+            if not exports_state(each):
+                continue
+            name, own = type(each).__name__, each.state()
+            if name not in states:
+                states[name] = own
+            elif isinstance(states[name], list):
+                states[name].append(own)
+            else:
+                states[name] = [states[name], own]
+        return states
+
+    def restore(self, states: dict[str, Any]) -> None:
+        """Bring callbacks to saved states; one that is saved and not here is named in a warning."""
+        for name, saved in states.items():
+            here = [each for each in self.callbacks if exports_state(each) and type(each).__name__ == name]
+            if not here and name != "TrainerControl":
+                logger.warning("the checkpoint has a state of %s, but there is no such callback", name)
+            for callback, state in zip(here, saved if isinstance(saved, list) else [saved], strict=False):
+                fresh = type(callback)(**state.get("args", {}))
+                vars(callback).update({**vars(fresh), **state.get("attributes", {})})
 
     def call(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -152,6 +203,17 @@ class CallbackHandler:
             )
             control = control if result is None else result
         return control
+
+
+def exports_state(callback: Any) -> bool:
+    """Whether a callback has a state to be saved: a method `state` that gives args and attributes."""
+    return callable(getattr(type(callback), "state", None))
+
+
+def has_event(callback: Any, event: str) -> bool:
+    """Whether a callback does something on `event`, rather than inherit a base's empty method."""
+    method = getattr(type(callback), event, None) or getattr(callback, event, None)
+    return method is not None and getattr(method, "__qualname__", "") != f"TrainerCallback.{event}"
 
 
 class DefaultFlowCallback(TrainerCallback):
@@ -186,14 +248,16 @@ class DefaultFlowCallback(TrainerCallback):
 
 
 class ProgressCallback(TrainerCallback):
-    """A bar on rank 0, with the logs above it."""
+    """A bar on rank 0 with loss, samples per second and the time left; the logs above it."""
 
     def __init__(self) -> None:
         self.bar: Any = None
         self.evaluation_bar: Any = None
+        self.samples_per_step = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the bar."""
+        self.samples_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         if state.is_world_process_zero:
             self.bar = _bar(total=state.max_steps, initial=state.global_step)
 
@@ -221,9 +285,14 @@ class ProgressCallback(TrainerCallback):
     on_predict = on_evaluate
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the logs above the bar."""
-        if self.bar is not None:
-            self.bar.write(_as_line(kwargs["logs"]))
+        """Write the logs above the bar, and the loss and the speed beside it."""
+        if self.bar is None:
+            return
+        self.bar.write(_as_line(kwargs["logs"]))
+        loss, steps_per_second = kwargs["logs"].get("loss"), self.bar.format_dict["rate"]
+        if loss is not None and steps_per_second:
+            speed = steps_per_second * self.samples_per_step
+            self.bar.set_postfix_str(f"loss {loss:.4g}, {speed:.4g} samples/s", refresh=False)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the bar away."""
@@ -252,8 +321,17 @@ class EarlyStoppingCallback(TrainerCallback):
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold
-        self.best: float | None = None
-        self.evaluations_without_improvement = 0
+        self.early_stopping_patience_counter = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, in Hugging Face's form."""
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
+        }
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check that there will be something to go by.
@@ -267,7 +345,7 @@ class EarlyStoppingCallback(TrainerCallback):
             )
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Compare, count, stop."""
+        """Compare with the best so far, count, stop."""
         name = args.metric_for_best_model
         value = kwargs["metrics"].get(name if name.startswith("eval_") else f"eval_{name}")
         if value is None:
@@ -275,18 +353,26 @@ class EarlyStoppingCallback(TrainerCallback):
                 "EarlyStoppingCallback: no %s among the metrics %s", name, sorted(kwargs["metrics"])
             )
             return
-        gain = 0.0 if self.best is None else (value - self.best) * (1 if args.greater_is_better else -1)
-        if self.best is None or gain > self.early_stopping_threshold:
-            self.best, self.evaluations_without_improvement = value, 0
+        best = state.best_metric
+        gain = 0.0 if best is None else (value - best) * (1 if args.greater_is_better else -1)
+        if best is None or gain > self.early_stopping_threshold:
+            self.early_stopping_patience_counter = 0
         else:
-            self.evaluations_without_improvement += 1
-        if self.evaluations_without_improvement >= self.early_stopping_patience:
+            self.early_stopping_patience_counter += 1
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 
 
 def default_callbacks(args: TrainingArguments) -> Sequence[TrainerCallback]:
     """The callbacks every Trainer starts with."""
     return [DefaultFlowCallback(), PrinterCallback() if args.disable_tqdm else ProgressCallback()]
+
+
+def _is_a(callback: Any, kind: type) -> bool:
+    """Whether a callback is of a class, or stands for Hugging Face's class of the same name."""
+    return isinstance(callback, kind) or (
+        kind.__module__.startswith("transformers.") and type(callback).__name__ == kind.__name__
+    )
 
 
 def _due(step: int, interval: float | None) -> bool:

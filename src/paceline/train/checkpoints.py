@@ -1,17 +1,26 @@
 """Saving a run, and going on from where it was saved.
 
     find -> load_weights -> (model is wrapped, optimizer is made) -> load_progress
-    save -> note_best -> keep_newest
+    save -> (the writer works while training goes on) -> settle -> keep_newest
 
-One rank writes (one of each machine with save_on_each_node); the others wait as long as
-it lives. What to resume from is found on rank 0, and all ranks take that. Random numbers
-need no place in a checkpoint: they are a function of the seed and the step.
+One rank writes (one of each machine with save_on_each_node). `save` copies the state to memory
+and returns; a thread writes the copy. The ranks meet again in `settle`, before the next
+checkpoint or the end: there a failed write is an error on all of them. Where somebody looks
+at the files at once (a callback's on_save) or writes them in a way of their own (an overridden
+`_save`), `save` settles before it returns.
+
+What to resume from is found on rank 0, and all ranks take that. Random numbers need no place in
+a checkpoint: they are a function of the seed and the step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +28,13 @@ import torch
 
 from paceline.checkpoint import contents
 from paceline.checkpoint.atomic import remove_leftovers, whole_folder
-from paceline.checkpoint.model_files import load_model
+from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.model_files import save_model, takes_state
+from paceline.checkpoint.snapshot import to_memory
 from paceline.environment import rank_place
 from paceline.errors import ArgumentError, CheckpointError
+from paceline.train.callbacks import has_event
+from paceline.train.interruption import was_interrupted
 from paceline.train.state import TrainerState
 from paceline.train.turns import Turns
 
@@ -34,25 +47,70 @@ logger = logging.getLogger(__name__)
 STATE_NAME = "trainer_state.json"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULE_NAME = "scheduler.pt"
+SCALER_NAME = "scaler.pt"
+
+
+@dataclass
+class Saving:
+    """The checkpoint under way.
+
+    Attributes:
+        folder: where it will be, the same on every rank; None if none is under way.
+        writer: writes it, on a rank that saves.
+    """
+
+    folder: Path | None = None
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
 
 
 def save(trainer: Trainer, progress: dict[str, Any]) -> Path:
-    """Write ``checkpoint-<global_step>``, whole or not at all; returns when it is there, on every rank.
+    """Begin ``checkpoint-<global_step>``; it will be there whole or not at all.
+
+    Raises:
+        OSError: the writing rank could not write this one, or the one before; what was there is as it was.
+        PeerFailedError: on the ranks that waited for it.
+    """
+    settle(trainer)
+    args = trainer.args
+    folder = Path(str(args.output_dir)) / f"checkpoint-{trainer.state.global_step}"
+    if trainer.state.best_global_step == trainer.state.global_step:
+        trainer.state.best_model_checkpoint = str(folder)
+    trainer.state.stateful_callbacks = trainer.callback_handler.states(trainer.control)
+    trainer.saving.folder = folder
+    at_once = _any_rank(trainer, _is_needed_at_once(trainer))
+    if args.should_save:
+        trainer.saving.writer.start(_prepare_or_fail(trainer, folder, progress, at_once))
+    if at_once:
+        settle(trainer)
+    return folder
+
+
+def settle(trainer: Trainer) -> None:
+    """Return when the checkpoint under way is written, on every rank.
+
+    A waiting rank waits as long as the writing one lives.
 
     Raises:
         OSError: the writing rank could not write; what was there before is as it was.
         PeerFailedError: on the ranks that waited for it.
     """
-    args, output_dir = trainer.args, Path(str(trainer.args.output_dir))
-    folder = output_dir / f"checkpoint-{trainer.state.global_step}"
-    if trainer.state.best_global_step == trainer.state.global_step:
-        trainer.state.best_model_checkpoint = str(folder)
+    saving, args = trainer.saving, trainer.args
+    folder, saving.folder = saving.folder, None
+    if folder is None:
+        return
     first = args.process_index - rank_place().local_rank if args.save_on_each_node else 0
     with Turns().first(first, f"saving {folder}"):
         if args.should_save:
-            _write(trainer, folder, progress)
-            _tidy(trainer, output_dir)
-    return folder
+            saving.writer.wait()
+
+
+def let_go(trainer: Trainer) -> None:
+    """Let this rank's writer come to its end after training has failed; what it raises is logged."""
+    trainer.saving.folder = None
+    try:
+        trainer.saving.writer.wait()
+    except Exception:
+        logger.exception("a checkpoint could not be written either")
 
 
 def find(trainer: Trainer, resume: str | bool | None) -> Path | None:
@@ -60,25 +118,29 @@ def find(trainer: Trainer, resume: str | bool | None) -> Path | None:
 
     Args:
         trainer: whose output_dir is searched.
-        resume: a folder; True for the newest complete checkpoint; None or False.
+        resume: a folder; True for the newest complete checkpoint; False for none; None for none too,
+            unless the last run in output_dir was ended by SIGTERM, which is then gone on with.
 
     Raises:
         CheckpointError: there is none, or the named one is not complete.
     """
+    output_dir = Path(str(trainer.args.output_dir))
+    if resume is None and _any_rank(trainer, trainer.args.process_index == 0 and was_interrupted(output_dir)):
+        logger.warning(
+            "the last run in %s was ended by SIGTERM, so this one goes on from its checkpoint; "
+            "write train(resume_from_checkpoint=False) to start afresh",
+            output_dir,
+        )
+        resume = True
     if resume is None or resume is False:
         return None
     if resume is True:
-        return _find_newest(trainer, Path(str(trainer.args.output_dir)))
+        return _find_newest(trainer, output_dir)
     folder = Path(resume)
     reason = Turns().on_rank_zero(lambda: _flaw_of_named(folder), f"checking {folder}")
     if reason is not None:
         raise CheckpointError(f"cannot resume from {folder}: {reason}")
     return folder
-
-
-def load_weights(trainer: Trainer, folder: Path) -> None:
-    """Read the model's weights, before it is wrapped."""
-    load_model(trainer.model, folder)
 
 
 def load_progress(trainer: Trainer, folder: Path) -> tuple[TrainerState, dict[str, Any]]:
@@ -94,8 +156,10 @@ def load_progress(trainer: Trainer, folder: Path) -> tuple[TrainerState, dict[st
         raise CheckpointError(
             f"{folder} has no {OPTIMIZER_NAME} (save_only_model?), so training cannot go on from it"
         )
-    for name, target in ((OPTIMIZER_NAME, trainer.optimizer), (SCHEDULE_NAME, trainer.lr_scheduler)):
-        target.load_state_dict(torch.load(folder / name, map_location=trainer.args.device, weights_only=True))
+    for name, owner in _owners_of_state(trainer).items():
+        if name != SCALER_NAME or (folder / name).is_file():
+            saved = torch.load(folder / name, map_location=trainer.args.device, weights_only=True)
+            owner.load_state_dict(saved)
     manifest = contents.read_manifest(folder)
     progress = manifest.progress if manifest is not None else {}
     return TrainerState.load_from_json(folder / STATE_NAME), progress
@@ -106,7 +170,7 @@ def load_best(trainer: Trainer) -> None:
     best = Turns().on_rank_zero(lambda: trainer.state.best_model_checkpoint, "choosing the best checkpoint")
     logger.info("loading the best model, from %s", best)
     if best is not None:
-        load_model(trainer.model, Path(best))
+        trainer._load_from_checkpoint(best)
 
 
 def note_best(trainer: Trainer, metrics: dict[str, float]) -> bool:
@@ -141,18 +205,68 @@ def metric_of(args: TrainingArguments, metrics: dict[str, float]) -> float:
     return metrics[name]
 
 
-def _write(trainer: Trainer, folder: Path, progress: dict[str, Any]) -> None:
-    with whole_folder(folder) as aside:
-        trainer.save_model(str(aside), _internal_call=True)
-        if not trainer.args.save_only_model:
-            torch.save(trainer.optimizer.state_dict(), aside / OPTIMIZER_NAME)
-            torch.save(trainer.lr_scheduler.state_dict(), aside / SCHEDULE_NAME)
+def _is_needed_at_once(trainer: Trainer) -> bool:
+    """Whether somebody looks at the files at once, or they are written in a way of the user's own."""
+    watched = any(has_event(callback, "on_save") for callback in trainer.callback_handler.callbacks)
+    return watched or trainer.saves_in_its_own_way or not takes_state(trainer.model)
+
+
+def _any_rank(trainer: Trainer, flag: bool) -> bool:
+    answer = torch.tensor(int(flag), device=trainer.args.device)
+    return bool(trainer.collectives.max(answer, "agreeing on a checkpoint"))
+
+
+def _prepare_or_fail(
+    trainer: Trainer, folder: Path, progress: dict[str, Any], at_once: bool
+) -> Callable[[], None]:
+    """`_prepare`; what it raises is raised by the job, so that all ranks learn of it in `settle`."""
+    try:
+        return _prepare(trainer, folder, progress, at_once)
+    except Exception as error:
+        return partial(_raise, error)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _prepare(trainer: Trainer, folder: Path, progress: dict[str, Any], at_once: bool) -> Callable[[], None]:
+    """Take down what the checkpoint will hold; the result writes it, at whatever time."""
+    parts = {}
+    if not trainer.args.save_only_model:
+        parts = {name: owner.state_dict() for name, owner in _owners_of_state(trainer).items()}
+    with ExitStack() as stack:
+        aside = stack.enter_context(whole_folder(folder))
+        if at_once:
+            trainer.save_model(str(aside), _internal_call=True)
+        else:
+            trainer.save_companions(aside)
+            parts = to_memory(parts)
+        weights = None if at_once else to_memory(trainer.model.state_dict())
         trainer.state.save_to_json(aside / STATE_NAME)
-        contents.seal(aside, trainer.state.global_step, trainer.args.world_size, progress)
+        step, best = trainer.state.global_step, trainer.state.best_model_checkpoint
+        rest = stack.pop_all()  # from here on the folder is the job's
+
+    def write() -> None:
+        with rest:
+            if weights is not None:
+                save_model(trainer.model, aside, weights)
+            for name, part in parts.items():
+                torch.save(part, aside / name)
+            contents.seal(aside, step, trainer.args.world_size, progress)
+        _tidy(trainer, folder.parent, best)
+
+    return write
 
 
-def _tidy(trainer: Trainer, output_dir: Path) -> None:
-    best = trainer.state.best_model_checkpoint
+def _owners_of_state(trainer: Trainer) -> dict[str, Any]:
+    """What has a state beside the model, by the name of its file."""
+    owners = {OPTIMIZER_NAME: trainer.optimizer, SCHEDULE_NAME: trainer.lr_scheduler}
+    scaler = trainer.accelerator.scaler
+    return owners if scaler is None else {**owners, SCALER_NAME: scaler}
+
+
+def _tidy(trainer: Trainer, output_dir: Path, best: str | None) -> None:
     for folder in contents.keep_newest(
         output_dir, trainer.args.save_total_limit, Path(best) if best else None
     ):

@@ -23,6 +23,11 @@ class Collectives:
         assert group is not None  # TrainingArguments brought it up
         self._peers = Peers(group)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited so far."""
+        return self._peers.waited_s
+
     def sum(self, value: Tensor, what: str) -> Tensor:
         """Add `value` up over all ranks, in place.
 
@@ -50,6 +55,8 @@ class Collectives:
         return self.sum(everyone, what)
 
     def _reduce(self, value: Tensor, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self._peers.world_size == 1:
+            return value  # each of these operations leaves a single rank's value as it is
         work = dist.all_reduce(value, op=op, async_op=True)
         if value.device.type == "cpu":
             self._peers.wait(work, lambda: f"{what} ({self._where()})")

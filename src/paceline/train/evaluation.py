@@ -151,7 +151,7 @@ def predict_batch(
     inputs = trainer._prepare_inputs(inputs)
     loss = None
     with torch.no_grad(), trainer.compute_loss_context_manager():
-        if labels is not None or not isinstance(inputs, Mapping):
+        if labels is not None or trainer.can_return_loss or not isinstance(inputs, Mapping):
             loss, outputs = _loss_and_outputs(trainer, model, inputs)
         else:
             outputs = model(**inputs)

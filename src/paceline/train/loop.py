@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import ArgumentError
-from paceline.train import checkpoints
+from paceline.train import checkpoints, interruption, report
 from paceline.train.feeds import StepData
 from paceline.train.neftune import noisy_embeddings
 from paceline.train.randomness import derive_seed, seed_again
@@ -59,15 +60,17 @@ class TrainOutput(NamedTuple):
 def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | None) -> TrainOutput:
     """Train to the end; the head of this file is its outline."""
     run = prepare(trainer, resume, ignore_keys)
+    trainer.progress = run.progress
     started = time.perf_counter()
-    trainer.fire("on_train_begin")
-    if trainer.args.eval_on_start:
-        _evaluate(run, moves_schedule=False)
-    _agree(trainer)
-    with noisy_embeddings(trainer.model, trainer.args.neftune_noise_alpha):
-        while not _is_over(run):
-            _run_epoch(run)
-    return _finish(run, time.perf_counter() - started)
+    with trainer.interruption:
+        trainer.fire("on_train_begin")
+        if trainer.args.eval_on_start:
+            _evaluate(run, moves_schedule=False)
+        _agree(trainer)
+        with noisy_embeddings(trainer.model, trainer.args.neftune_noise_alpha):
+            while not _is_over(run):
+                _run_epoch(run)
+        return _finish(run, time.perf_counter() - started)
 
 
 def _is_over(run: Run) -> bool:
@@ -82,12 +85,14 @@ def _run_epoch(run: Run) -> None:
     """The rest of the epoch that the run stands in."""
     trainer = run.trainer
     trainer.control.should_epoch_stop = False
+    _settle_before_forks(trainer)
     run.feed.start_at(run.epoch, run.step)
     began_at = run.step
     trainer.fire("on_epoch_begin")
     ended = False
     while not ended:
-        data = run.feed.next_step()
+        with run.clock.data:
+            data = run.feed.next_step()
         if data is None:
             break
         _run_one_step(run, data)
@@ -119,7 +124,7 @@ def _run_one_step(run: Run, data: StepData) -> None:
     seed_again(derive_seed("step", trainer.args.seed, state.global_step, trainer.args.process_index))
     tokens = count_tokens(trainer, data)
     trainer.fire("on_step_begin")
-    outcome = run_step(trainer, data)
+    outcome = run_step(trainer, data, run.clock)
     run.meter.add(outcome.loss)
     run.step += 1
     run.samples += data.samples
@@ -135,22 +140,47 @@ def _run_one_step(run: Run, data: StepData) -> None:
 def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
     """Do what is due; between two of them callbacks run, so the ranks agree anew each time."""
     trainer = run.trainer
-    _agree(trainer)
+    interrupted = _agree(trainer)
     if trainer.control.should_log and run.meter.steps_since_log:
         _log(run, outcome)
-        _agree(trainer)
+        interrupted = _agree(trainer)
+    if interrupted:
+        _save_and_leave(trainer)
     if trainer.control.should_evaluate:
         _evaluate(run)
         _agree(trainer)
     if trainer.control.should_save:
-        checkpoints.save(trainer, run.progress())
+        trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer.control.should_save = False
         trainer.fire("on_save")
         _agree(trainer)
 
 
-def _agree(trainer: Trainer) -> None:
-    trainer.control.agree(trainer.collectives, trainer.args.device)
+def _agree(trainer: Trainer) -> bool:
+    """Make the ranks' wishes one; whether SIGTERM has come to any of them."""
+    wishes = (trainer.interruption.asked, trainer.saving.writer.failed)
+    interrupted, failed = trainer.control.agree(trainer.collectives, trainer.args.device, wishes)
+    if failed:
+        checkpoints.settle(trainer)
+    return interrupted
+
+
+def _settle_before_forks(trainer: Trainer) -> None:
+    """Workers that load data are about to be forked, and would inherit locks the writer holds, for ever."""
+    if trainer.args.dataloader_num_workers:
+        checkpoints.settle(trainer)
+
+
+def _save_and_leave(trainer: Trainer) -> NoReturn:
+    """Save, let callbacks and writers finish, and end the process; interruption.py says why."""
+    logger.warning("SIGTERM: saving step %d, and leaving", trainer.state.global_step)
+    trainer._save_checkpoint(trainer.model_wrapped, None)
+    checkpoints.settle(trainer)
+    trainer.fire("on_save")
+    if trainer.args.should_save:
+        interruption.mark(Path(str(trainer.args.output_dir)), trainer.state.global_step)
+    trainer.fire("on_train_end")
+    raise SystemExit(interruption.EXIT_CODE)
 
 
 def _log(run: Run, outcome: StepOutcome | None) -> None:
@@ -159,16 +189,18 @@ def _log(run: Run, outcome: StepOutcome | None) -> None:
         logs["grad_norm"] = float(outcome.grad_norm)
     logs["learning_rate"] = outcome.learning_rate if outcome else run.trainer.learning_rate
     run.trainer.control.should_log = False
+    run.note_speed()
     run.trainer.log(logs)
 
 
 def _evaluate(run: Run, moves_schedule: bool = True) -> None:
     trainer = run.trainer
     trainer.control.should_evaluate = False
-    metrics = trainer.evaluate(ignore_keys=run.ignore_keys)
+    _settle_before_forks(trainer)
+    metrics = trainer._evaluate(None, run.ignore_keys)
     if moves_schedule and isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
         trainer.lr_scheduler.step(checkpoints.metric_of(trainer.args, metrics))
-    is_best = checkpoints.note_best(trainer, metrics)
+    is_best = trainer._determine_best_metric(metrics)
     if trainer.args.save_strategy == "best":
         trainer.control.should_save |= is_best
 
@@ -185,8 +217,12 @@ def _finish(run: Run, seconds: float) -> TrainOutput:
     loss = run.meter.before_log / max(state.global_step, 1)
     metrics = {**_speed(run, seconds), "total_flos": state.total_flos, "train_loss": loss}
     trainer.log(metrics)
+    checkpoints.settle(trainer)
     if trainer.args.load_best_model_at_end:
-        checkpoints.load_best(trainer)
+        trainer._load_best_model()
+    if trainer.args.should_save:
+        interruption.unmark(Path(str(trainer.args.output_dir)))
+    report.write(run, metrics)
     trainer.fire("on_train_end")
     trainer.model_wrapped = trainer.model  # lets go of the wrapper and its hooks
     return TrainOutput(state.global_step, loss, metrics)

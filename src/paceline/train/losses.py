@@ -48,6 +48,12 @@ def shifts_labels(model: nn.Module) -> bool:
     return kind in _SHIFTING or (kind is None and type(model).__name__.endswith("LMHeadModel"))
 
 
+def returns_loss_unasked(model: nn.Module) -> bool:
+    """Whether the forward gives a loss without labels: it has return_loss, which is true by default."""
+    parameter = inspect.signature(model.forward).parameters.get("return_loss")
+    return parameter is not None and parameter.default is True
+
+
 def names_num_items(function: Any) -> bool:
     """Whether a loss function can be given num_items_in_batch, by name or among ``**kwargs``."""
     parameters = inspect.signature(function).parameters

@@ -69,10 +69,15 @@ def make_optimizer(
     Raises:
         ArgumentError: the class does not take one of the settings.
     """
+    groups: Any = parameter_groups(model, decayed, args.weight_decay)
+    settings = dict(settings)
+    for name in (
+        "params",
+        "optimizer_dict",
+    ):  # groups that an overridden get_optimizer_cls_and_kwargs made itself
+        groups = settings.pop(name, groups)
     try:
-        optimizer: torch.optim.Optimizer = chosen(
-            parameter_groups(model, decayed, args.weight_decay), **settings
-        )
+        optimizer: torch.optim.Optimizer = chosen(groups, **settings)
     except TypeError as error:
         raise ArgumentError(
             f"{chosen.__name__} does not take {settings!r} (see optim_args): {error}"

@@ -1,21 +1,49 @@
 """Hugging Face's further spellings: attributes and methods that its subclasses and libraries read or call.
 
-A mixin of Trainer; nothing in paceline itself depends on it.
+A mixin of Trainer; nothing in paceline itself depends on it. A part of their loop that does not exist here
+cannot be overridden: a subclass that tries is refused by name.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.checkpoint.atomic import write_text
 from paceline.errors import ArgumentError
 
 if TYPE_CHECKING:
     from paceline.train.accelerator import Accelerator
     from paceline.train.arguments import TrainingArguments
     from paceline.train.state import TrainerState
+
+
+# Parts of their loop -> what to override here instead.
+NOT_CALLED = {
+    "_inner_training_loop": "training_step, compute_loss, or a callback",
+    "_run_epoch": "training_step, or on_epoch_begin and on_epoch_end of a callback",
+    "_prepare_for_training": "create_optimizer, create_scheduler, _wrap_model",
+    "_init_training_state": "on_train_begin of a callback",
+    "_finalize_training": "on_train_end of a callback",
+    "_maybe_log_save_evaluate": "log, evaluate, _save_checkpoint, or a callback",
+    "set_initial_training_values": "max_steps and num_train_epochs",
+    "create_accelerator_and_postprocess": "nothing: Accelerate is not used",
+    "_build_accelerator_args": "nothing: Accelerate is not used",
+    "_save_optimizer_and_scheduler": "_save_checkpoint",
+    "_load_optimizer_and_scheduler": "state_dict and load_state_dict of the optimizer",
+    "_save_rng_state": "nothing: random numbers are a function of seed and step",
+    "_load_rng_state": "nothing: random numbers are a function of seed and step",
+    "_save_scaler": "_save_checkpoint",
+    "_load_scaler": "state_dict and load_state_dict of the scaler",
+    "_get_grad_norm": "on_pre_optimizer_step of a callback",
+}
 
 
 class PeerNames:
@@ -34,7 +62,9 @@ class PeerNames:
     accelerator: Accelerator
     state: TrainerState
     optimizer: Any
+    model_init: Any
 
+    hub_model_id = None
     deepspeed = None
     is_deepspeed_enabled = False
     is_fsdp_enabled = False
@@ -45,6 +75,15 @@ class PeerNames:
     hp_search_backend = None
     hp_name = None
     current_flos = 0
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for name, instead in NOT_CALLED.items():
+            if name in vars(cls) and not cls.__module__.startswith("paceline."):
+                raise ArgumentError(
+                    f"{cls.__qualname__} overrides {name}, which paceline's loop does not go through; "
+                    f"override instead: {instead}"
+                )
 
     @property
     def _train_batch_size(self) -> int:
@@ -76,11 +115,70 @@ class PeerNames:
 
     def _get_learning_rate(self) -> float:
         """Of the first parameter group, for the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self._made_optimizer().param_groups[0]["lr"])
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the model's gradients to max_grad_norm; returns their norm before."""
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def get_num_trainable_parameters(self) -> int:
+        """Elements of the parameters that are trained."""
+        return sum(each.numel() for each in self.model.parameters() if each.requires_grad)
+
+    def get_learning_rates(self) -> list[float]:
+        """Of each parameter group, for the next step."""
+        return [group["lr"] for group in self._made_optimizer().param_groups]
+
+    def get_optimizer_group(self, param: nn.Parameter | None = None) -> Any:
+        """The parameter group of `param`; without it, the parameters of every group."""
+        groups = self._made_optimizer().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next((group for group in groups if any(each is param for each in group["params"])), None)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model from `model_init`, which takes nothing or a trial."""
+        takes = len(inspect.signature(self.model_init).parameters)
+        if takes > 1:
+            raise ArgumentError(f"model_init takes {takes} arguments; it must take none, or one (the trial)")
+        model: Any = self.model_init(trial) if takes else self.model_init()
+        if model is None:
+            raise ArgumentError("model_init returned None, but it must return the model")
+        made: nn.Module = model
+        return made
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """Where this run writes."""
+        return str(self.args.output_dir)
+
+    def create_model_card(self, **facts: Any) -> None:
+        """Write README.md with the run's facts to output_dir, on rank 0.
+
+        Args:
+            facts: language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset,
+                dataset_args.
+
+        Raises:
+            ArgumentError: transformers is not installed.
+        """
+        if self.args.process_index != 0:
+            return
+        if importlib.util.find_spec("transformers") is None:
+            raise ArgumentError("create_model_card needs transformers; run `pip install transformers`")
+        summary = importlib.import_module("transformers.modelcard").TrainingSummary
+        folder = Path(str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "README.md", summary.from_trainer(self, **facts).to_model_card())
+
+    def end(self) -> None:
+        """Take the process group down, at the very end of a script."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _made_optimizer(self) -> Any:
+        if self.optimizer is None:
+            raise ArgumentError("there is no optimizer yet; call create_optimizer() or train() first")
+        return self.optimizer
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Move a model."""

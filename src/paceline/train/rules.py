@@ -65,9 +65,7 @@ NOT_SERVED = {
     "use_liger_kernel": "apply the kernels to the model before making the Trainer",
     "liger_kernel_config": "apply the kernels to the model before making the Trainer",
     **dict.fromkeys(_TRACKIO, "Trackio is not served; use tensorboard, wandb or mlflow"),
-    "enable_jit_checkpoint": "saving on SIGTERM is not built in yet",
     **dict.fromkeys(_HUB, "the Hub is not served; upload the finished folder with huggingface_hub"),
-    "restore_callback_states_from_checkpoint": "callbacks' own state is not saved yet",
     "parallelism_config": "only data parallelism is served",
     "dataloader_in_order": "the order of samples must be kept, or resuming would not be exact",
     "fsdp": "sharded models are not served yet",
@@ -308,9 +306,19 @@ def _default(each: Any) -> Any:
     return each.default if each.default is not MISSING else each.default_factory()
 
 
+class Choice(str):
+    """A word out of a fixed set: a string that has ``value``, as the members of Hugging Face's enums do."""
+
+    @property
+    def value(self) -> str:
+        """The word."""
+        return str(self)
+
+
 def _plain(value: Any) -> Any:
-    """An enum's value (scripts pass Hugging Face's enums), anything else as it is."""
-    return getattr(value, "value", value)
+    """A word, given as such or as an enum's member; anything else as it is."""
+    value = getattr(value, "value", value)
+    return Choice(value) if isinstance(value, str) else value
 
 
 def _parsed(name: str, value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.train import checkpoints, setup
+from paceline.train.clock import Clock
 from paceline.train.collectives import Collectives
 from paceline.train.feeds import Feed, feed_of
 from paceline.train.state import TrainerControl, TrainerState
@@ -73,6 +74,8 @@ class Run:
         epoch, step: the place in the data: the next step to take is step `step` of epoch `epoch`.
         samples: samples that this call has trained on, over all ranks.
         tokens: input tokens that this call has trained on, over all ranks, if they are counted.
+        clock: where this rank's time goes.
+        speeds: at each log, (step, samples per second since the log before).
     """
 
     trainer: Trainer
@@ -84,12 +87,30 @@ class Run:
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    clock: Clock = field(init=False)
+    speeds: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self._waited)
+        self._at_last_log = (self.clock.total, 0)
+
+    def note_speed(self) -> None:
+        """Note how fast the steps since the log before were."""
+        (before, samples), now = self._at_last_log, self.clock.total
+        self._at_last_log = (now, self.samples)
+        self.speeds.append(
+            (self.trainer.state.global_step, (self.samples - samples) / max(now - before, 1e-9))
+        )
+
+    def _waited(self) -> float:
+        reducer: Any = getattr(self.trainer.model_wrapped, "reducer", None)
+        peers = getattr(reducer, "_peers", None)
+        return self.trainer.collectives.waited_s + getattr(peers, "waited_s", 0.0)
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the state for losses and place in the data to go on."""
         cut_short = self.step > 0 and self.trainer.control.should_epoch_stop
         epoch, step = (self.epoch + 1, 0) if cut_short else (self.epoch, self.step)
-        scaler = self.trainer.accelerator.scaler
         return {
             "global_batch": self.feed.global_size,
             "epoch_samples": self.feed.num_samples,
@@ -98,7 +119,6 @@ class Run:
             "loss_before_log": self.meter.before_log,
             "loss_since_log": self.meter.mean_over_ranks(),
             "steps_since_log": self.meter.steps_since_log,
-            "loss_scale": scaler.state_dict() if scaler is not None else None,
         }
 
 
@@ -110,7 +130,7 @@ def prepare(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] 
     """
     found = checkpoints.find(trainer, resume)
     if found is not None:
-        checkpoints.load_weights(trainer, found)
+        trainer._load_from_checkpoint(str(found))
     run = _with_data(trainer, ignore_keys)
     max_steps = _max_steps(run)
     trainer.model_wrapped = trainer.wrap_model()
@@ -157,6 +177,8 @@ def _start_state(run: Run, max_steps: int) -> None:
 def _resume(run: Run, folder: Path) -> None:
     saved, progress = checkpoints.load_progress(run.trainer, folder)
     _adopt(run.trainer.state, saved)
+    if run.trainer.args.restore_callback_states_from_checkpoint:
+        run.trainer.callback_handler.restore(saved.stateful_callbacks)
     if not progress:  # another tool wrote the checkpoint
         run.epoch, run.step = divmod(saved.global_step, run.feed.steps)
     else:
@@ -165,14 +187,8 @@ def _resume(run: Run, folder: Path) -> None:
         run.meter.before_log = progress["loss_before_log"]
         run.meter.since_log.fill_(progress["loss_since_log"])
         run.meter.steps_since_log = progress["steps_since_log"]
-        _resume_scale(run.trainer, progress.get("loss_scale"))
     if run.trainer.args.ignore_data_skip:
         run.step = 0
-
-
-def _resume_scale(trainer: Trainer, state: dict[str, Any] | None) -> None:
-    if trainer.accelerator.scaler is not None and state is not None:
-        trainer.accelerator.scaler.load_state_dict(state)
 
 
 def _check_same_steps(run: Run, progress: dict[str, Any], folder: Path) -> None:

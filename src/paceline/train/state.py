@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class TrainerState:
         num_train_epochs: epochs of the whole run, the last one counted in full.
         log_history: every dict that was logged, oldest first.
         best_metric, best_global_step, best_model_checkpoint: of metric_for_best_model.
+        stateful_callbacks: by class name, what callbacks with a state gave to be saved.
         is_local_process_zero, is_world_process_zero: whether this is the first rank here, or of all.
     """
 
@@ -98,15 +100,31 @@ class TrainerControl:
     should_evaluate: bool = False
     should_log: bool = False
 
-    def agree(self, collectives: Collectives, device: torch.device) -> None:
+    def agree(
+        self, collectives: Collectives, device: torch.device, wishes: Sequence[bool] = ()
+    ) -> list[bool]:
         """Set every switch that any rank has set, on all ranks.
 
         A callback may act on one rank alone. If that rank then saved or stopped by
         itself, the others would wait for it in a collective it never comes to.
+
+        Args:
+            collectives: to agree with.
+            device: this rank's.
+            wishes: further flags, as many on every rank.
+
+        Returns:
+            for each wish, whether any rank has it.
         """
         names = [each.name for each in fields(TrainerControl)]
-        mine = [int(getattr(self, name)) for name in names]
+        mine = [int(getattr(self, name)) for name in names] + [int(wish) for wish in wishes]
         switches = torch.tensor(mine, dtype=torch.int32, device=device)
         collectives.max(switches, "agreeing on what callbacks want")
-        for name, value in zip(names, switches.tolist(), strict=True):
-            setattr(self, name, bool(value))
+        agreed = [bool(value) for value in switches.tolist()]
+        for name, value in zip(names, agreed, strict=False):
+            setattr(self, name, value)
+        return agreed[len(names) :]
+
+    def state(self) -> dict[str, Any]:
+        """The switches, as callbacks give their state."""
+        return {"args": asdict(self), "attributes": {}}

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.optim.clipping import clip_gradient, gradient_norm
 from paceline.train import losses
+from paceline.train.clock import Clock
 from paceline.train.data import batch_size_of
 from paceline.train.feeds import MicroBatch, StepData
 from paceline.train.weighing import Weighing
@@ -45,20 +46,23 @@ class StepOutcome:
     learning_rate: float
 
 
-def run_step(trainer: Trainer, step: StepData) -> StepOutcome:
+def run_step(trainer: Trainer, step: StepData, clock: Clock) -> StepOutcome:
     """Take one optimizer step.
 
     Args:
         trainer: whose wrapped model, optimizer and schedule move.
         step: what to work on.
+        clock: told what takes how long.
     """
-    micro_batches, items = gather_batches(trainer, step)
-    loss = accumulate(trainer, micro_batches, step.samples if items is None else items)
-    grad_norm = _clip(trainer)
-    learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
-    trainer.fire("on_pre_optimizer_step")
-    _move(trainer, grad_norm, loss)
-    trainer.fire("on_optimizer_step")
+    with clock.compute:
+        micro_batches, items = gather_batches(trainer, step)
+        loss = accumulate(trainer, micro_batches, step.samples if items is None else items)
+    with clock.optimizer:
+        grad_norm = _clip(trainer)
+        learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
+        trainer.fire("on_pre_optimizer_step")
+        _move(trainer, grad_norm, loss)
+        trainer.fire("on_optimizer_step")
     if not trainer.accelerator.optimizer_step_was_skipped and not _goes_by_metric(trainer.lr_scheduler):
         trainer.lr_scheduler.step()
     trainer.model_wrapped.zero_grad()

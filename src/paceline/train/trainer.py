@@ -6,7 +6,8 @@ Each method is one or two calls away from the function that does the work:
     evaluate, predict    evaluation.evaluate -> prediction_step -> compute_loss
     get_*_dataloader     data_points.py -> data.py, streams.py
     create_*             optimizers.py, schedule.py
-    save_model           checkpoint/model_files.py
+    save_model ...       outputs.py -> checkpoints.py, checkpoint/model_files.py
+    what clients call    peer_names.py, accelerator.py
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from paceline.checkpoint.atomic import whole_files
-from paceline.checkpoint.model_files import save_model
+from paceline.checkpoint.model_files import load_model
 from paceline.engine.ddp import DistributedDataParallel
 from paceline.errors import ArgumentError
-from paceline.train import batch_size, evaluation, feeds, losses, optimizers, reports, schedule, setup
+from paceline.train import batch_size, checkpoints, evaluation, feeds, losses, optimizers, schedule, setup
 from paceline.train.accelerator import Accelerator
 from paceline.train.arguments import TrainingArguments
 from paceline.train.callbacks import CallbackHandler, default_callbacks
 from paceline.train.collectives import Collectives
 from paceline.train.data_points import DataPoints
 from paceline.train.evaluation import EvalLoopOutput, PredictionOutput
+from paceline.train.interruption import Interruption
 from paceline.train.loop import TrainOutput
 from paceline.train.nonfinite import BadSteps
+from paceline.train.outputs import Outputs
 from paceline.train.peer_names import PeerNames
 from paceline.train.randomness import be_deterministic, seed_all
 from paceline.train.reporters import callbacks_for
@@ -45,10 +47,8 @@ from paceline.train.weighing import Weighing, alone
 
 logger = logging.getLogger(__name__)
 
-ARGUMENTS_NAME = "training_args.bin"
 
-
-class Trainer(DataPoints, PeerNames):
+class Trainer(DataPoints, Outputs, PeerNames):
     """Trains and evaluates a model on all ranks.
 
     The result depends on the global batch (per_device_train_batch_size x ranks x
@@ -129,6 +129,8 @@ class Trainer(DataPoints, PeerNames):
         self.share_sizes: list[int] = []
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.is_in_train = False
+        self.saving, self.interruption = checkpoints.Saving(), Interruption(self.args)
+        self.progress: Callable[[], dict[str, Any]] = dict  # of the run, while there is one
         self.collectives = Collectives(lambda: f"step {self.state.global_step}")
         self.bad_steps = BadSteps(self.collectives)
         self.state, self.control = setup.fresh_state(self.args), TrainerControl()
@@ -164,12 +166,13 @@ class Trainer(DataPoints, PeerNames):
             raise ArgumentError("trial is not supported: paceline has no hyper-parameter search")
         if self.model_init is not None:
             seed_all(self.args.seed)
-            self._take_model(self.model_init())
+            self._take_model(self.call_model_init())
         self.is_in_train = True
         try:
             return batch_size.train(self, resume_from_checkpoint, ignore_keys_for_eval)
         finally:
             self.is_in_train = False
+            checkpoints.let_go(self)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: int | Tensor | None = None
@@ -307,6 +310,16 @@ class Trainer(DataPoints, PeerNames):
         self.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
 
+    def _evaluate(
+        self, trial: Any = None, ignore_keys_for_eval: list[str] | None = None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """An evaluation that is due in training."""
+        return self.evaluate(ignore_keys=ignore_keys_for_eval)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Whether metrics are the best so far; notes them in the state if so."""
+        return checkpoints.note_best(self, metrics)
+
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
@@ -324,11 +337,16 @@ class Trainer(DataPoints, PeerNames):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the model over a loader; predictions come back on rank 0 alone."""
+        """Run the model over a loader.
+
+        Predictions come back on rank 0 alone, where compute_metrics works on them; without
+        compute_metrics, on every rank.
+        """
         loader = feeds.eval_loader_of(dataloader, self.args)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         logger.info("%s: %d samples", description, self.num_examples(loader))
-        return evaluation.evaluate(self, loader, loss_only, ignore_keys, metric_key_prefix, everywhere=False)
+        everywhere = self.compute_metrics is None
+        return evaluation.evaluate(self, loader, loss_only, ignore_keys, metric_key_prefix, everywhere)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -345,44 +363,6 @@ class Trainer(DataPoints, PeerNames):
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.fire("on_log", logs=logs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, on the ranks that save; each file appears whole."""
-        if not self.args.should_save:
-            return
-        folder = output_dir or str(self.args.output_dir)
-        if _internal_call:
-            self._save(folder)
-            return
-        with whole_files(folder) as aside:
-            self._save(str(aside))
-
-    def _save(self, output_dir: str) -> None:
-        """Write model, tokenizer and arguments into a folder that nobody reads yet."""
-        save_model(self.model, Path(output_dir))
-        if hasattr(self.processing_class, "save_pretrained"):
-            self.processing_class.save_pretrained(output_dir)
-        torch.save(self.args, Path(output_dir, ARGUMENTS_NAME))
-
-    def save_state(self) -> None:
-        """Write trainer_state.json to output_dir, on rank 0."""
-        if self.is_world_process_zero():
-            Path(str(self.args.output_dir)).mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(Path(str(self.args.output_dir), "trainer_state.json"))
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print metrics in columns, on rank 0."""
-        if self.is_world_process_zero():
-            print(reports.as_table(split, metrics), flush=True)
-
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write ``<split>_results.json`` and all_results.json to output_dir, on rank 0."""
-        if self.is_world_process_zero():
-            reports.save_metrics(Path(str(self.args.output_dir)), split, metrics, combined)
-
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, str]:
-        """Metrics as text."""
-        return reports.formatted(metrics)
 
     def fire(self, event: str, **kwargs: Any) -> None:
         """Call `event` of every callback."""
@@ -412,7 +392,18 @@ class Trainer(DataPoints, PeerNames):
 
     def wrap_model(self) -> nn.Module:
         """The model in DistributedDataParallel, with what the ddp_* arguments say."""
-        return DistributedDataParallel(self.model, **setup.ddp_settings(self.args))
+        return self._wrap_model(self.model)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return DistributedDataParallel(model, **setup.ddp_settings(self.args))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Read the weights of a checkpoint into the model, before it is wrapped."""
+        load_model(model or self.model, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        """Read the weights of the best checkpoint into the model."""
+        checkpoints.load_best(self)
 
     def _take_model(self, model: nn.Module) -> None:
         """Move a model to the device, set it up, and look at what it takes."""
@@ -426,5 +417,6 @@ class Trainer(DataPoints, PeerNames):
             setup.compile_model(model, self.args)
         self.model_accepts_loss_kwargs = losses.takes_num_items(model)
         self.model_shifts_labels = losses.shifts_labels(model)
+        self.can_return_loss = losses.returns_loss_unasked(model)
         self.label_names = self.args.label_names or losses.label_names_of(model)
         self.label_smoother = smoother_for(model, self.args.label_smoothing_factor)

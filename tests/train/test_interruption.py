@@ -1,0 +1,167 @@
+"""SIGTERM: a checkpoint at the end of the step, a clean end, and the next start goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint import contents
+from paceline.train.callbacks import TrainerCallback
+from paceline.train.interruption import EXIT_CODE, MARK, Interruption
+from paceline.train.trainer import Trainer
+from tests.ranks import rank_outcomes
+from tests.train.models import Points, Regression, losses, settings, weights
+
+
+class Terminates(TrainerCallback):
+    """Sends this rank SIGTERM in the middle of a step."""
+
+    def __init__(self, step: int, rank: int = 0) -> None:
+        self.step, self.rank = step, rank
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step - 1 and args.process_index == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(folder: Path, callbacks: Any = (), resume: bool | None = None, **changes: Any) -> Trainer:
+    values = {"max_steps": 6, "save_strategy": "steps", "save_steps": 100, "optim": "adamw_torch", **changes}
+    trainer = Trainer(
+        Regression(dropout=0.2),
+        settings(folder, **values),
+        train_dataset=Points(21),
+        callbacks=list(callbacks),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_saves_leaves_and_goes_on_by_itself(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "cut", [Terminates(3)])
+    assert left.value.code == EXIT_CODE == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert contents.newest_complete(tmp_path / "cut").found == tmp_path / "cut" / "checkpoint-3"
+    assert json.loads((tmp_path / "cut" / MARK).read_text())["step"] == 3
+    again = train(tmp_path / "cut")
+    assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
+    assert all(torch.equal(weights(whole.model)[name], value) for name, value in weights(again.model).items())
+    assert not (tmp_path / "cut" / MARK).exists()
+
+
+def test_false_starts_afresh(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        train(tmp_path, [Terminates(3)])
+    seen = []
+
+    class First(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(state.global_step)
+
+    train(tmp_path, [First], resume=False)
+    assert seen == [0]
+
+
+def interrupted_rank(rank: int, world_size: int, folder: Path) -> int:
+    try:
+        train(folder, [Terminates(2, rank=1)])
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    outcomes = rank_outcomes(interrupted_rank, 2, tmp_path, backend=None)
+    assert [outcome.value for outcome in outcomes] == [EXIT_CODE, EXIT_CODE]
+    assert [folder.name for folder in contents.list_checkpoints(tmp_path)] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({"save_strategy": "no"}, False),
+        ({"save_strategy": "no", "enable_jit_checkpoint": True}, True),
+        ({"save_strategy": "steps"}, True),
+    ],
+)
+def test_when_nothing_is_saved_the_signal_keeps_its_meaning(
+    tmp_path: Path, changes: dict[str, Any], noted: bool
+) -> None:
+    with Interruption(settings(tmp_path, **changes)):
+        assert (signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL) is noted
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_scripts_own_stays(tmp_path: Path) -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        trainer = train(tmp_path, [Terminates(3)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == [signal.SIGTERM]
+    assert trainer.state.global_step == 6
+
+
+INSISTS = """
+import os, signal, sys
+from tests.train.test_interruption import Interruption, settings
+with Interruption(settings(sys.argv[1], save_strategy="steps")):
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(7)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitpid(child, 0)[1], flush=True)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_the_second_signal_ends_at_once_and_forked_children_end_at_the_first(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", INSISTS, str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stderr
+    assert done.returncode == -signal.SIGTERM
+
+
+LONG = """
+import sys
+from tests.train.test_interruption import train
+train(sys.argv[1], max_steps=2000, disable_tqdm=True, logging_steps=1)
+"""
+
+
+@pytest.mark.slow
+def test_under_the_launcher(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    script = tmp_path / "long.py"
+    script.write_text(LONG)
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
+    command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--num_processes", "2", str(script)]
+    with subprocess.Popen(
+        [*command, str(tmp_path / "out")], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if "'loss'" in line)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        assert process.wait(30) == 143
+    found = contents.newest_complete(tmp_path / "out").found
+    assert found is not None
+    assert (tmp_path / "out" / MARK).is_file()
