@@ -32,9 +32,12 @@ ON_SHM := tests/oracle $(addprefix tests/engine/,test_gradients.py test_pass.py 
 # Tests start many small processes, which share the cores.
 test check: export OMP_NUM_THREADS ?= 1
 
+# Two workers: most of a test is starting ranks and waiting for them.
+SIDE_BY_SIDE := -n 2 --dist loadfile
+
 test: $(READY)
-	$(PY) -m pytest tests
-	PACELINE_TEST_BACKEND=shm $(PY) -m pytest $(ON_SHM) -m "not slow"
+	$(PY) -m pytest $(SIDE_BY_SIDE) tests
+	PACELINE_TEST_BACKEND=shm $(PY) -m pytest $(SIDE_BY_SIDE) $(ON_SHM) -m "not slow"
 
 check: $(READY)
 	$(PY) -m ruff check .
