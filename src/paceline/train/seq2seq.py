@@ -4,8 +4,6 @@ evaluate, predict(**settings of generate)
     prediction_step      generate, and the loss of the labels
 """
 
-
-
 from __future__ import annotations
 
 import copy
