@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from paceline.comm.calls import BYTES, ELSEWHERE, TYPES, error_for, label_of, reduction_of
 from paceline.comm.hosts import Neighbours
 from paceline.comm.native import Call, Group, Kind, Operation
-from paceline.comm.work import SLICE_S, DoneWork, SharedMemoryWork, Worker
+from paceline.comm.work import SLICE_S, DoneWork, KeptWorks, SharedMemoryWork, Worker
 from paceline.errors import CommunicationError
 
 _FORKED = (
@@ -40,7 +39,7 @@ class SharedMemory:
         self.futures = Worker("paceline-futures")
         self._kernel = neighbours.open()
         self._closed = False
-        self._in_flight: deque[SharedMemoryWork] = deque()
+        self._kept = KeptWorks()
         self._close = weakref.finalize(self, _close, self._kernel, neighbours, self.futures)
         self._close.atexit = False
 
@@ -70,7 +69,7 @@ class SharedMemory:
         except ChildProcessError:
             raise CommunicationError(_FORKED) from None
         work = self._work(operation, call, source, target, timeout_s, results, finish)
-        self._keep_until_done(work)
+        self._kept.keep(work)
         return work
 
     def run(
@@ -132,12 +131,6 @@ class SharedMemory:
         failed = partial(self._error_for, call, timeout_s)
         kept = (self, source, target)
         return SharedMemoryWork(operation, results, finish, failed, self.futures, kept)
-
-    def _keep_until_done(self, work: SharedMemoryWork) -> None:
-        """A caller may drop its work at once: memory in use must live on all the same."""
-        while self._in_flight and self._in_flight[0].is_completed():
-            self._in_flight.popleft()
-        self._in_flight.append(work)
 
     def _error_for(self, call: Call, timeout_s: float, operation: Operation) -> CommunicationError:
         ranks, local_rank = self.global_ranks, self.neighbours.local_rank

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.comm.calls import REDUCTIONS, reduction_of
 from paceline.comm.hosts import Layout
 from paceline.comm.local import SharedMemory
-from paceline.comm.work import TaskWork, Worker
+from paceline.comm.work import KeptWorks, TaskWork, Worker
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX")
@@ -42,7 +42,7 @@ class SeveralHosts:
         self._size = sum(map(len, layout.hosts))
         self._drivers = min(map(len, layout.hosts))
         self._driver = layout.neighbours.index(layout.rank)
-        self._worker = Worker("paceline-hosts")
+        self._worker, self._kept = Worker("paceline-hosts"), KeptWorks()
         self._between: Any = None  # a Gloo group
         if self._driver < self._drivers:
             slice_store = dist.PrefixStore(f"between/{self._driver}", store)
@@ -62,7 +62,9 @@ class SeveralHosts:
         if known is None or tensor.dtype is torch.bool or REDUCTIONS[known[0]] not in _OPS:
             return None
         steps = self._steps(tensor, REDUCTIONS[known[0]], known[1], timeout_s)
-        return TaskWork(self._worker, steps, [tensor])
+        work = TaskWork(self._worker, steps, [tensor])
+        self._kept.keep(work)
+        return work
 
     def close(self) -> None:
         """Leave; nothing more is started."""

@@ -34,12 +34,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import hosts
-from paceline.comm.call_forms import copy_all, copy_back, flat_of, is_plain, listed, new_options, options_of
+from paceline.comm.call_forms import (
+    copy_all,
+    copy_back,
+    flat_of,
+    is_plain,
+    listed,
+    new_options,
+    options_of,
+    unrolled,
+)
 from paceline.comm.calls import BYTES, reduction_of
 from paceline.comm.local import SharedMemory, copy_call, reduce_call
 from paceline.comm.native import Call, Kind
 from paceline.comm.several_hosts import SeveralHosts
 from paceline.comm.through_gloo import ComparedCalls, InnerGloo
+from paceline.comm.uncompiled import uncompiled
 from paceline.comm.work import JoinedWork
 
 logger = logging.getLogger("paceline")
@@ -47,6 +57,7 @@ logger = logging.getLogger("paceline")
 _UNSET = timedelta(0)  # torch's options hold -1 ms where the group's own timeout counts
 
 
+@uncompiled
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group whose ranks share memory.
 
@@ -150,7 +161,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Gather every rank's tensor, one after the other, into one tensor on all ranks."""
         opts = opts or new_options("AllgatherOptions")
         if not self._serves(output, input) or output.numel() != input.numel() * self.size():
-            begin = partial(self._gloo.all_gather_single, output, input, opts)
+            begin = partial(self._gloo.all_gather_single, unrolled(output), unrolled(input), opts)
             return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
         source, target = flat_of(input), flat_of(output)
         call = copy_call(Kind.all_gather, input, input.nbytes)
@@ -175,7 +186,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work = None
         if input.numel() == output.numel() * self.size():
             work = self._reduce_scatter(output, input, opts)
-        begin = partial(self._gloo.reduce_scatter_single, output, input, opts)
+        begin = partial(self._gloo.reduce_scatter_single, unrolled(output), unrolled(input), opts)
         return work or self._through_gloo("reduce_scatter_single", input, 0, 0, opts, begin, [output])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
