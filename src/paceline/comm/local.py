@@ -113,6 +113,10 @@ class SharedMemory:
         call = copy_call(Kind.broadcast, flat, flat.nbytes, root)
         self.run(call, flat, flat, timeout_s)
 
+    def compare(self, call: Call, timeout_s: float) -> Callable[[], object]:
+        """Start comparing a call with those of the other ranks; what is given waits for the outcome."""
+        return self.start(call, None, None, timeout_s).wait
+
     def close(self) -> None:
         """Leave the group; what is in flight fails."""
         self._closed = True
@@ -150,7 +154,7 @@ def copy_call(kind: Kind, tensor: Tensor, nbytes: int, root: int = 0) -> Call:
     return Call(kind, 0, BYTES, label_of(tensor.dtype), root, 0, nbytes, 0, 1.0)
 
 
-def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int) -> Call:
+def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int, reduction: int = 0) -> Call:
     """A call that only compares what ranks are about to do through another group.
 
     Args:
@@ -158,8 +162,10 @@ def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int) -> Call:
         tensor: of the dtype that must be equal.
         numel: what must be equal as well; 0 where ranks' sizes may differ.
         root: the root rank, 0 where there is none.
+        reduction: its number, where that is compared here.
     """
-    return Call(Kind.elsewhere, 0, BYTES, label_of(tensor.dtype), root, ELSEWHERE.index(name), numel, 0, 1.0)
+    detail, label = ELSEWHERE.index(name), label_of(tensor.dtype)
+    return Call(Kind.elsewhere, reduction, BYTES, label, root, detail, numel, 0, 1.0)
 
 
 def _address_of(tensor: Tensor | None) -> int:

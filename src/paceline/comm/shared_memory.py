@@ -50,7 +50,7 @@ from paceline.comm.native import Call, Kind
 from paceline.comm.several_hosts import SeveralHosts
 from paceline.comm.through_gloo import ComparedCalls, InnerGloo
 from paceline.comm.uncompiled import uncompiled
-from paceline.comm.work import JoinedWork
+from paceline.comm.work import JoinedWork, Worker
 
 logger = logging.getLogger("paceline")
 
@@ -98,9 +98,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         memory = SharedMemory(joined, [self._global_ranks[r] for r in layout.neighbours])
         if len(layout.hosts) == 1:
             self._memory = memory
-            self._compared = ComparedCalls(memory)
+            self._compared = ComparedCalls(Worker("paceline-gloo"), memory.compare)
         else:
-            self._hosts = SeveralHosts(memory, layout, store, timeout)
+            self._hosts = over = SeveralHosts(memory, layout, store, timeout)
+            self._compared = ComparedCalls(over.worker, lambda *call: partial(over.compare, *call))
         self._inner.arena = memory.arena
 
     # -- memory ---------------------------------------------------------------------------------
@@ -223,7 +224,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             opts, timeout = None, opts
         opts = options_of(dist.BarrierOptions, opts, timeout)
         if self._memory is None:
-            return self._gloo.barrier(opts)
+            begin = partial(self._gloo.barrier, opts)
+            return self._through_gloo("barrier", torch.empty(0), 0, 0, opts, begin, [])
         call = Call(Kind.barrier, 0, BYTES, 0, 0, 0, 0, 0, 1.0)
         return self._start(call, None, None, opts, [], None)
 
