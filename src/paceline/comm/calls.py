@@ -64,6 +64,8 @@ def label_of(dtype: torch.dtype) -> int:
 
 def reduction_of(op: Any, dtype: torch.dtype) -> tuple[int, float] | None:
     """The kernel's number for a ``ReduceOp`` and what inputs are multiplied by; None: not in the kernel."""
+    if op == dist.ReduceOp.SUM:  # nearly always; what follows takes longer than a small reduction
+        return (0, 1.0) if dtype in TYPES else None
     state = op.__getstate__()  # the only way to a PREMUL_SUM's factor
     kind, supplement = state if isinstance(state, tuple) else (op, None)
     number = _numbers().get(kind)
