@@ -197,8 +197,9 @@ def test_training_equals_one_process(wrapping):
 def buckets_in_place(rank: int, world_size: int) -> bool:
     wrapped = DistributedDataParallel(a_net())
     wrapped(torch.ones(8, 64)).sum().backward()
-    arena = dist.group.WORLD._memory.arena
-    return all(arena.holds(p.grad.data_ptr(), p.grad.nbytes) for p in wrapped.parameters())
+    arenas = [group._memory.arena for group in dist.distributed_c10d._world.pg_map]
+    grads = [p.grad for p in wrapped.parameters()]
+    return any(all(arena.holds(grad.data_ptr(), grad.nbytes) for grad in grads) for arena in arenas)
 
 
 def test_gradients_lie_where_other_ranks_reach_them():
@@ -296,6 +297,10 @@ def on_hosts(rank: int, world_size: int, host_of_rank: list[int]) -> tuple[list[
                 results.append(value[0].item())
     gathered = [torch.empty(5000) for _ in range(world_size)]
     dist.all_gather(gathered, torch.full((5000,), float(rank)))
+    stacked, part = torch.empty(world_size, 10), torch.empty(10)  # shapes that Gloo itself refuses
+    dist.all_gather_single(stacked, torch.full((10,), float(rank)))
+    dist.reduce_scatter_single(part, stacked)
+    assert torch.equal(part, torch.full((10,), float(rank * world_size)))
     dist.barrier()
     found = trained(DistributedDataParallel(a_net()), torch.full((8, 64), rank + 1.0))
     return results, [one[0].item() for one in gathered], [one.numpy().tobytes() for one in found]
@@ -331,3 +336,31 @@ def one_cannot_join(rank: int, world_size: int) -> tuple[bool, float]:
 
 def test_one_that_cannot_join_sends_all_to_gloo():
     assert run_ranks(one_cannot_join, 3, backend=None) == [(False, 3.0)] * 3
+
+
+def uneven_under_torchs_join(rank: int, world_size: int) -> list[float]:
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(5, 5, bias=False))
+    seen = []
+    with wrapped.join(divide_by_initial_world_size=False):
+        for _ in range(2 + 2 * rank):
+            wrapped(torch.full((1, 5), rank + 1.0)).sum().backward()
+            seen.append(wrapped.module.weight.grad[0, 0].item())
+            wrapped.zero_grad()
+    return seen
+
+
+def test_works_that_only_cpp_keeps_can_be_waited_for():
+    assert run_ranks(uneven_under_torchs_join, 2, backend="shm") == [[1.5, 1.5], [1.5, 1.5, 2.0, 2.0]]
+
+
+def compiled(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))  # its buffers are broadcast in forward
+    wrapped = torch.compile(nn.parallel.DistributedDataParallel(net), backend="eager")
+    for _ in range(2):
+        wrapped(torch.full((3, 4), float(rank))).sum().backward()
+    return net[1].running_mean.tolist()
+
+
+def test_compiled_modules_may_call_collectives():
+    run_ranks(compiled, 2, backend="shm", timeout=100)

@@ -124,6 +124,46 @@ def test_different_calls_raise_on_all_ranks(world_size):
         assert all("called all_reduce SUM of 100,000 x float32" in texts[i] for i in (0, 1, 2, 4))
 
 
+def different_calls_on_hosts(rank: int, world_size: int) -> list[tuple[str, str, float]]:
+    from paceline.comm import hosts
+
+    real = hosts._identity
+    hosts._identity = lambda number: f"{real(number)} host {number // 2}"
+    dist.init_process_group("shm")
+    value, odd, gathered = torch.ones(5000), rank == 3, [torch.empty(5000) for _ in range(world_size)]
+    other_host = rank >= 2
+    calls = [
+        lambda: dist.all_reduce(value[:10] if other_host else value),
+        lambda: dist.all_reduce(value, dist.ReduceOp.MAX if other_host else dist.ReduceOp.SUM),
+        lambda: dist.all_reduce(value.double() if odd else value),
+        lambda: dist.broadcast(value, 1 if other_host else 0),
+        lambda: dist.barrier() if other_host else dist.all_gather(gathered, value),
+    ]
+    failures = [failure_of(call) for call in calls]
+    assert torch.equal(value, torch.ones(5000))  # nothing was moved
+    works = [dist.all_reduce(value, async_op=True), dist.all_gather(gathered, value * 2, async_op=True)]
+    dist.barrier()  # and the ranks go on, in the order of calls
+    for work in works:
+        work.wait()
+    assert value[0] == world_size
+    return failures
+
+
+def test_different_calls_raise_over_hosts_too():
+    for rank, failures in enumerate(run_ranks(different_calls_on_hosts, 4, backend=None)):
+        assert {name for name, _, _ in failures} == {RanksOutOfStepError.__name__}
+        texts = [text for _, text, _ in failures]
+        assert (
+            "ranks 0, 1 called all_reduce of 5,000 x float32; ranks 2, 3 called all_reduce of 10 x"
+            in texts[0]
+        )
+        assert "ranks 2, 3 called all_reduce MAX of 5,000 x float32" in texts[1]
+        told = "ranks 2, 3 differ themselves" if rank < 2 else "rank 3 called all_reduce of 5,000 x float64"
+        assert told in texts[2]
+        assert "ranks 2, 3 called broadcast of 5,000 x float32 from rank 1" in texts[3]
+        assert "ranks 0, 1 called all_gather of float32; ranks 2, 3 called barrier" in texts[4]
+
+
 def used_in_a_fork(rank: int, world_size: int) -> tuple[str, float]:
     value = torch.ones(10)
     reader, writer = os.pipe()

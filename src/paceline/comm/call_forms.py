@@ -23,6 +23,11 @@ def flat_of(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def unrolled(tensor: Tensor) -> Tensor:
+    """The tensor in one dimension, where that is a view of it: Gloo refuses shapes that others take."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
+
+
 def copy_back(tensor: Tensor, flat: Tensor) -> Callable[[], Any] | None:
     """What brings the result from ``flat_of(tensor)`` to the tensor; None when it is there."""
     return None if flat is tensor else partial(tensor.copy_, flat)

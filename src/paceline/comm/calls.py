@@ -53,6 +53,7 @@ ELSEWHERE = (
     "all_to_all",
     "gather",
     "scatter",
+    "barrier",
 )
 
 
@@ -63,6 +64,8 @@ def label_of(dtype: torch.dtype) -> int:
 
 def reduction_of(op: Any, dtype: torch.dtype) -> tuple[int, float] | None:
     """The kernel's number for a ``ReduceOp`` and what inputs are multiplied by; None: not in the kernel."""
+    if op == dist.ReduceOp.SUM:  # nearly always; what follows takes longer than a small reduction
+        return (0, 1.0) if dtype in TYPES else None
     state = op.__getstate__()  # the only way to a PREMUL_SUM's factor
     kind, supplement = state if isinstance(state, tuple) else (op, None)
     number = _numbers().get(kind)
@@ -77,12 +80,12 @@ def reduction_of(op: Any, dtype: torch.dtype) -> tuple[int, float] | None:
 def in_words(call: Call) -> str:
     """For example ``all_reduce SUM of 1,024 x float32``."""
     kind = Kind(call.kind)
-    if kind is Kind.barrier:
-        return "barrier"
     dtype = list(_labels())[call.label]
     name = ELSEWHERE[call.detail] if kind is Kind.elsewhere else kind.name
+    if name == "barrier":
+        return name
     words, numel = name, call.count
-    if kind in (Kind.all_reduce, Kind.reduce, Kind.reduce_scatter):
+    if kind in (Kind.all_reduce, Kind.reduce, Kind.reduce_scatter) or call.reduction:
         words += f" {REDUCTIONS[call.reduction]}"
     elif kind is not Kind.elsewhere:
         numel //= dtype.itemsize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from paceline.comm.calls import BYTES, ELSEWHERE, TYPES, error_for, label_of, reduction_of
 from paceline.comm.hosts import Neighbours
 from paceline.comm.native import Call, Group, Kind, Operation
-from paceline.comm.work import SLICE_S, DoneWork, SharedMemoryWork, Worker
+from paceline.comm.work import SLICE_S, DoneWork, KeptWorks, SharedMemoryWork, Worker
 from paceline.errors import CommunicationError
 
 _FORKED = (
@@ -40,7 +39,7 @@ class SharedMemory:
         self.futures = Worker("paceline-futures")
         self._kernel = neighbours.open()
         self._closed = False
-        self._in_flight: deque[SharedMemoryWork] = deque()
+        self._kept = KeptWorks()
         self._close = weakref.finalize(self, _close, self._kernel, neighbours, self.futures)
         self._close.atexit = False
 
@@ -70,7 +69,7 @@ class SharedMemory:
         except ChildProcessError:
             raise CommunicationError(_FORKED) from None
         work = self._work(operation, call, source, target, timeout_s, results, finish)
-        self._keep_until_done(work)
+        self._kept.keep(work)
         return work
 
     def run(
@@ -114,6 +113,10 @@ class SharedMemory:
         call = copy_call(Kind.broadcast, flat, flat.nbytes, root)
         self.run(call, flat, flat, timeout_s)
 
+    def compare(self, call: Call, timeout_s: float) -> Callable[[], object]:
+        """Start comparing a call with those of the other ranks; what is given waits for the outcome."""
+        return self.start(call, None, None, timeout_s).wait
+
     def close(self) -> None:
         """Leave the group; what is in flight fails."""
         self._closed = True
@@ -133,12 +136,6 @@ class SharedMemory:
         kept = (self, source, target)
         return SharedMemoryWork(operation, results, finish, failed, self.futures, kept)
 
-    def _keep_until_done(self, work: SharedMemoryWork) -> None:
-        """A caller may drop its work at once: memory in use must live on all the same."""
-        while self._in_flight and self._in_flight[0].is_completed():
-            self._in_flight.popleft()
-        self._in_flight.append(work)
-
     def _error_for(self, call: Call, timeout_s: float, operation: Operation) -> CommunicationError:
         ranks, local_rank = self.global_ranks, self.neighbours.local_rank
         return error_for(operation.failure(), call, operation.number, ranks, local_rank, timeout_s)
@@ -157,7 +154,7 @@ def copy_call(kind: Kind, tensor: Tensor, nbytes: int, root: int = 0) -> Call:
     return Call(kind, 0, BYTES, label_of(tensor.dtype), root, 0, nbytes, 0, 1.0)
 
 
-def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int) -> Call:
+def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int, reduction: int = 0) -> Call:
     """A call that only compares what ranks are about to do through another group.
 
     Args:
@@ -165,8 +162,10 @@ def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int) -> Call:
         tensor: of the dtype that must be equal.
         numel: what must be equal as well; 0 where ranks' sizes may differ.
         root: the root rank, 0 where there is none.
+        reduction: its number, where that is compared here.
     """
-    return Call(Kind.elsewhere, 0, BYTES, label_of(tensor.dtype), root, ELSEWHERE.index(name), numel, 0, 1.0)
+    detail, label = ELSEWHERE.index(name), label_of(tensor.dtype)
+    return Call(Kind.elsewhere, reduction, BYTES, label, root, detail, numel, 0, 1.0)
 
 
 def _address_of(tensor: Tensor | None) -> int:

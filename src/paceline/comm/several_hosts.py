@@ -1,9 +1,13 @@
-"""All-reduce over several hosts: inside each through shared memory, between them through Gloo.
+"""Collectives over several hosts. An all-reduce takes four steps:
 
+    compare    the ranks of each host hold their calls against each other, and the hosts theirs
     inside     all ranks of the host reduce into their tensors
     between    the first ranks of each host, as many as the smallest host has, reduce one slice each with
                their counterparts on the other hosts, so that all of them drive the network
     inside     each of these hands its slice to the others of its host
+
+All other collectives go through Gloo over all ranks once the calls were compared. They share one thread,
+so that every rank takes all steps in the same order.
 
 A rank's result comes from the same additions as everybody else's, so all are equal bit for bit.
 """
@@ -18,12 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.calls import REDUCTIONS, reduction_of
+from paceline.comm.calls import REDUCTIONS, in_words, reduction_of
 from paceline.comm.hosts import Layout
-from paceline.comm.local import SharedMemory
-from paceline.comm.work import TaskWork, Worker
+from paceline.comm.local import SharedMemory, elsewhere_call
+from paceline.comm.native import Call
+from paceline.comm.work import KeptWorks, TaskWork, Worker
+from paceline.errors import RanksOutOfStepError
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_DISAGREE = -1  # in the place of a call's kind
 _OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX")
 
 
@@ -39,10 +46,11 @@ class SeveralHosts:
 
     def __init__(self, memory: SharedMemory, layout: Layout, store: dist.Store, timeout: timedelta) -> None:
         self.memory = memory
+        self._layout = layout
         self._size = sum(map(len, layout.hosts))
         self._drivers = min(map(len, layout.hosts))
         self._driver = layout.neighbours.index(layout.rank)
-        self._worker = Worker("paceline-hosts")
+        self.worker, self._kept = Worker("paceline-hosts"), KeptWorks()
         self._between: Any = None  # a Gloo group
         if self._driver < self._drivers:
             slice_store = dist.PrefixStore(f"between/{self._driver}", store)
@@ -61,16 +69,57 @@ class SeveralHosts:
         known = reduction_of(op, tensor.dtype)
         if known is None or tensor.dtype is torch.bool or REDUCTIONS[known[0]] not in _OPS:
             return None
-        steps = self._steps(tensor, REDUCTIONS[known[0]], known[1], timeout_s)
-        return TaskWork(self._worker, steps, [tensor])
+        call = elsewhere_call("all_reduce", tensor, tensor.numel(), 0, known[0])
+        steps = self._steps(call, tensor, REDUCTIONS[known[0]], known[1], timeout_s)
+        work = TaskWork(self.worker, steps, [tensor])
+        self._kept.keep(work)
+        return work
+
+    def compare(self, call: Call, timeout_s: float) -> None:
+        """Hold this rank's call against everybody's; in the order of calls, by the worker.
+
+        Raises:
+            RanksOutOfStepError: on all ranks, unless all called the same.
+        """
+        mine = torch.tensor([call.kind, call.reduction, call.label, call.root, call.detail, call.count])
+        differ_here: RanksOutOfStepError | None = None
+        try:
+            self.memory.run(call, None, None, timeout_s)
+        except RanksOutOfStepError as error:  # the other hosts wait to hear of it
+            differ_here, mine[0] = error, _DISAGREE
+        everybodys = [torch.zeros_like(mine) for _ in self._layout.hosts]
+        if self._driver == 0:
+            self._between.allgather([everybodys], [mine]).wait()
+        table = torch.stack(everybodys)
+        self.memory.broadcast(table, 0, timeout_s)
+        if differ_here is not None:
+            raise differ_here
+        if not torch.equal(table, mine.expand_as(table)):
+            raise RanksOutOfStepError(self._differences(table.tolist()))
 
     def close(self) -> None:
         """Leave; nothing more is started."""
-        self._worker.stop()
+        self.worker.stop()
         self.memory.close()
 
-    def _steps(self, tensor: Tensor, name: str, factor: float, timeout_s: float) -> Callable[[], None]:
+    def _differences(self, table: list[list[int]]) -> str:
+        said = []
+        for ranks, (kind, reduction, label, root, detail, count) in zip(
+            self._layout.hosts, table, strict=True
+        ):
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            call = Call(abs(kind), reduction, 0, label, root, detail, count, 0, 1.0)
+            said.append(f"{who} called {in_words(call)}" if kind != _DISAGREE else f"{who} differ themselves")
+        return (
+            f"rank {self._layout.rank}: a collective failed, because the hosts made different calls: "
+            f"{'; '.join(said)}. Nothing was moved. All ranks must make the same calls in the same order"
+        )
+
+    def _steps(
+        self, call: Call, tensor: Tensor, name: str, factor: float, timeout_s: float
+    ) -> Callable[[], None]:
         def carry_out() -> None:
+            self.compare(call, timeout_s)
             dtype = _WIDE.get(tensor.dtype, tensor.dtype)
             flat = (
                 tensor if tensor.is_contiguous() and dtype == tensor.dtype else tensor.to(dtype).contiguous()

@@ -34,19 +34,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import hosts
-from paceline.comm.call_forms import copy_all, copy_back, flat_of, is_plain, listed, new_options, options_of
+from paceline.comm.call_forms import (
+    copy_all,
+    copy_back,
+    flat_of,
+    is_plain,
+    listed,
+    new_options,
+    options_of,
+    unrolled,
+)
 from paceline.comm.calls import BYTES, reduction_of
 from paceline.comm.local import SharedMemory, copy_call, reduce_call
 from paceline.comm.native import Call, Kind
 from paceline.comm.several_hosts import SeveralHosts
 from paceline.comm.through_gloo import ComparedCalls, InnerGloo
-from paceline.comm.work import JoinedWork
+from paceline.comm.uncompiled import uncompiled
+from paceline.comm.work import JoinedWork, Worker
 
 logger = logging.getLogger("paceline")
 
 _UNSET = timedelta(0)  # torch's options hold -1 ms where the group's own timeout counts
 
 
+@uncompiled
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group whose ranks share memory.
 
@@ -87,9 +98,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         memory = SharedMemory(joined, [self._global_ranks[r] for r in layout.neighbours])
         if len(layout.hosts) == 1:
             self._memory = memory
-            self._compared = ComparedCalls(memory)
+            self._compared = ComparedCalls(Worker("paceline-gloo"), memory.compare)
         else:
-            self._hosts = SeveralHosts(memory, layout, store, timeout)
+            self._hosts = over = SeveralHosts(memory, layout, store, timeout)
+            self._compared = ComparedCalls(over.worker, lambda *call: partial(over.compare, *call))
         self._inner.arena = memory.arena
 
     # -- memory ---------------------------------------------------------------------------------
@@ -150,7 +162,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Gather every rank's tensor, one after the other, into one tensor on all ranks."""
         opts = opts or new_options("AllgatherOptions")
         if not self._serves(output, input) or output.numel() != input.numel() * self.size():
-            begin = partial(self._gloo.all_gather_single, output, input, opts)
+            begin = partial(self._gloo.all_gather_single, unrolled(output), unrolled(input), opts)
             return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
         source, target = flat_of(input), flat_of(output)
         call = copy_call(Kind.all_gather, input, input.nbytes)
@@ -175,7 +187,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work = None
         if input.numel() == output.numel() * self.size():
             work = self._reduce_scatter(output, input, opts)
-        begin = partial(self._gloo.reduce_scatter_single, output, input, opts)
+        begin = partial(self._gloo.reduce_scatter_single, unrolled(output), unrolled(input), opts)
         return work or self._through_gloo("reduce_scatter_single", input, 0, 0, opts, begin, [output])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
@@ -212,7 +224,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             opts, timeout = None, opts
         opts = options_of(dist.BarrierOptions, opts, timeout)
         if self._memory is None:
-            return self._gloo.barrier(opts)
+            begin = partial(self._gloo.barrier, opts)
+            return self._through_gloo("barrier", torch.empty(0), 0, 0, opts, begin, [])
         call = Call(Kind.barrier, 0, BYTES, 0, 0, 0, 0, 0, 1.0)
         return self._start(call, None, None, opts, [], None)
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.arena import Arena
-from paceline.comm.local import SharedMemory, elsewhere_call
+from paceline.comm.local import elsewhere_call
+from paceline.comm.native import Call
 from paceline.comm.work import TaskWork, Worker
 
 
@@ -59,12 +60,14 @@ class ComparedCalls:
     """Runs Gloo's collectives in their order, each once all ranks have called the same.
 
     Args:
-        memory: through which the ranks compare; of all ranks of the group.
+        worker: runs them.
+        compare: starts comparing a call with those of the other ranks, which may take so many seconds to
+            make theirs; gives what waits for the outcome, and raises unless all are alike.
     """
 
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        self._worker = Worker("paceline-gloo")
+    def __init__(self, worker: Worker, compare: Callable[[Call, float], Callable[[], object]]) -> None:
+        self._worker = worker
+        self._compare = compare
 
     def start(
         self,
@@ -87,10 +90,10 @@ class ComparedCalls:
             begin: starts it on Gloo.
             results: the tensors that hold the result when it is done.
         """
-        compared = self._memory.start(elsewhere_call(name, tensor, numel, root), None, None, timeout_s)
+        compared = self._compare(elsewhere_call(name, tensor, numel, root), timeout_s)
 
         def carry_out() -> None:
-            compared.wait()
+            compared()
             begin().wait()
 
         return TaskWork(self._worker, carry_out, results)

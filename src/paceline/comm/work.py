@@ -54,6 +54,28 @@ class Worker:
             self._pending.put(None)
 
 
+class KeptWorks:
+    """The works that must live although nobody may hold them.
+
+    A caller may drop its work at once; memory in use must live on all the same.
+
+    Note "half a work": C++ that keeps a work made in Python, as torch's DDP does while ranks join, keeps
+    the C++ half alone. Without the other half its ``wait`` waits for ever. So the latest works that nobody
+    waited for are kept when they are done, too.
+    """
+
+    LATEST = 16
+
+    def __init__(self) -> None:
+        self._works: list[SharedMemoryWork | TaskWork] = []
+
+    def keep(self, work: SharedMemoryWork | TaskWork) -> None:
+        """Keep a work until it is done, and, unless it is waited for, somewhat longer."""
+        in_flight = [one for one in self._works if not one.is_completed()]
+        done = [one for one in self._works if not one.claimed and one.is_completed()]
+        self._works = [*done[-self.LATEST :], *in_flight, work]
+
+
 class SharedMemoryWork(dist.Work):
     """A collective of the shared-memory kernel in flight.
 
@@ -64,6 +86,9 @@ class SharedMemoryWork(dist.Work):
         failed: makes the exception for an operation that failed.
         futures: completes futures.
         kept: whatever must live until the operation is done.
+
+    Attributes:
+        claimed: whether somebody waited for it, or asked for its future.
     """
 
     def __init__(
@@ -82,6 +107,7 @@ class SharedMemoryWork(dist.Work):
         self._failed = failed
         self._futures = futures
         self._kept = kept
+        self.claimed = False
         self._lock = threading.Lock()
         self._error: CommunicationError | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -132,6 +158,7 @@ class SharedMemoryWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the list of result tensors. Its callbacks run in a thread of the process group."""
+        self.claimed = True
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -152,6 +179,7 @@ class SharedMemoryWork(dist.Work):
         trigger.set_result(None)
 
     def _conclude(self, status: int) -> bool:
+        self.claimed = True
         with self._lock:
             if status != Status.OK:
                 self._error = self._error or self._failed(self._operation)
@@ -208,11 +236,15 @@ class TaskWork(dist.Work):
         worker: runs it.
         steps: brings the result into the tensors; raises when that fails.
         results: the tensors that hold the result when it is done.
+
+    Attributes:
+        claimed: whether somebody waited for it, or asked for its future.
     """
 
     def __init__(self, worker: Worker, steps: Callable[[], None], results: Sequence[Tensor]) -> None:
         super().__init__()
         self._results = list(results)
+        self.claimed = False
         self._done = threading.Event()
         self._error: Exception | None = None
         self._trigger: torch.futures.Future[None] = torch.futures.Future()
@@ -224,6 +256,7 @@ class TaskWork(dist.Work):
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if seconds > 0 else None):
             raise CollectiveTimeoutError(f"this wait timed out after {seconds:g} s")
+        self.claimed = True
         if self._error is not None:
             raise self._error
         return True
@@ -247,6 +280,7 @@ class TaskWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the list of result tensors. Its callbacks run in the worker's thread."""
+        self.claimed = True
         return self._future
 
     def _carry_out(self, steps: Callable[[], None]) -> None:

@@ -255,6 +255,8 @@ void pl_combine(int type, int reduction, const void *const *sources, const doubl
                 void *const *destinations, int n_destinations, size_t n)
 {
     const element *e = &ELEMENTS[type];
+    if (n_sources == 1 && n_destinations == 1 && sources[0] == destinations[0] && reduction != PL_PREMUL_SUM)
+        return; /* a rank that is alone */
     for (size_t begin = 0; begin < n; begin += BLOCK) {
         const size_t count = n - begin < BLOCK ? n - begin : BLOCK, at = begin * e->bytes;
         void *first = (char *)destinations[0] + at;
