@@ -18,6 +18,7 @@ mean(average + late) = average + mean(late).
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Set
 from typing import Protocol
@@ -27,12 +28,16 @@ from torch import Tensor, nn
 
 from paceline.comm.memory import Allocate
 from paceline.engine.parameters import gradient_dtype
+from paceline.engine.words import words_for_gradient_with_graph, words_for_taken_gradient
 from paceline.errors import GradientError
 
 # A gradient of at least this many bytes is copied into its slot as soon as it is there, so
 # that memory holds it once; smaller ones wait for their bucket and are copied in one call.
 COPY_AT_ONCE_BYTES = 64 * 1024
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_LAYOUT = operator.attrgetter("layout")
+_VIEW = operator.attrgetter("view")
 
 
 class Slot:
@@ -166,8 +171,19 @@ class DenseBucket:
         """
         if not self._keep_shared:
             return
-        self._lent = {slot: tensor for slot in self.slots if (tensor := self._of_the_user(slot)) is not None}
-        if self._storage is None or not self._shared():
+        detached = []
+        self._lent = {}
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                detached.append(slot)
+            elif gradient is not slot.view:
+                detached.append(slot)
+                # Ours: the local name, getrefcount's argument, and autograd's hold on the Python object.
+                held = sys.getrefcount(gradient) > 3 or gradient._base is not None
+                if held and gradient.layout is torch.strided:
+                    self._lent[slot] = gradient
+        if self._storage is None or not detached or not self._shared(detached):
             return
         old_views = [slot.view for slot in self.slots]
         self._storage = None
@@ -176,50 +192,40 @@ class DenseBucket:
             if slot.parameter.grad is old and old is not None:
                 self._copy_in(slot)
 
-    def _of_the_user(self, slot: Slot) -> Tensor | None:
-        """A ``.grad`` that is not ours and that others may refer to, by name or as part of another tensor."""
-        gradient = slot.parameter.grad
-        if gradient is None or gradient is slot.view:
-            return None
-        # Ours are the local name, getrefcount's argument, and autograd's hold on the Python object.
-        held = sys.getrefcount(gradient) > 3 or gradient._base is not None
-        return gradient if held and gradient.layout is torch.strided else None
-
     def adopt(self, slot: Slot) -> None:
         if slot.parameter.grad is not slot.view and slot not in self._lent:
             self._copy_in(slot)
 
     def fill(self) -> None:
         self._reclaim()
+        if self._lent:  # what the user has taken out of ``.grad`` since is no longer of interest
+            self._lent = {
+                slot: tensor for slot, tensor in self._lent.items() if slot.parameter.grad is tensor
+            }
         fresh: list[Tensor] = []
-        places: list[Tensor] = []
+        places: list[Slot] = []
         self.missing = []
         for slot in self.slots:
-            parameter, view = slot.parameter, slot.view
+            parameter = slot.parameter
             gradient = parameter.grad
             if gradient is None:
-                if slot.firings:
-                    raise _gradient_taken(slot)
                 self.missing.append(slot)
                 continue
-            if gradient is not view:
-                if gradient.requires_grad:
-                    raise _graph_on_gradient(slot)
-                if self._lent and self._lent.get(slot) is not gradient:
-                    self._lent.pop(slot, None)
-                fresh.append(_dense(gradient))
-                places.append(view)  # type: ignore[arg-type]
+            if gradient is not slot.view:
+                fresh.append(gradient)
+                places.append(slot)
             parameter.grad = None
         if fresh:
-            torch._foreach_copy_(places, fresh)
+            _copy_all(fresh, places)
         for slot in self.missing:
+            if slot.firings:
+                raise GradientError(words_for_taken_gradient(slot.name))
             slot.view.zero_()  # type: ignore[union-attr]
 
     def payload(self) -> Tensor:
         return _wire(self._allocated())
 
     def gradients_only(self) -> Tensor:
-        """The gradients without the tail, 1-d."""
         return self.flat
 
     def accept(self, result: Tensor) -> None:
@@ -246,9 +252,9 @@ class DenseBucket:
     def _copy_in(self, slot: Slot) -> None:
         gradient = slot.parameter.grad
         if gradient is None:
-            raise _gradient_taken(slot)
+            raise GradientError(words_for_taken_gradient(slot.name))
         if gradient.requires_grad:
-            raise _graph_on_gradient(slot)
+            raise GradientError(words_for_gradient_with_graph(slot.name))
         self._allocated()
         view = slot.view
         view.copy_(_dense(gradient))  # type: ignore[union-attr]
@@ -278,12 +284,9 @@ class DenseBucket:
         if self._addresses_now() != self._addresses:
             self._make_views(storage)
 
-    def _shared(self) -> bool:
-        """Whether anybody refers to a slot, or to a view of it, that is no ``.grad`` any more."""
-        kept = [slot for slot in self.slots if slot.parameter.grad is not slot.view]
-        if not kept:
-            return False
-        if any(sys.getrefcount(slot.view) > 2 for slot in kept):  # ours: the slot, getrefcount's argument
+    def _shared(self, detached: list[Slot]) -> bool:
+        """Whether anybody refers to a slot, or to a view of one, that is no ``.grad`` any more."""
+        if any(sys.getrefcount(slot.view) > 2 for slot in detached):  # ours: the slot, getrefcount's argument
             return True
         storage = self._storage.untyped_storage()  # type: ignore[union-attr]
         ours = 1 + len(self.slots) + 1  # the flat tensor, the slots, and the object made in the line above
@@ -319,9 +322,9 @@ class SparseBucket:
         (slot,) = self.slots
         gradient = slot.parameter.grad
         if gradient is None and slot.firings:
-            raise _gradient_taken(slot)
+            raise GradientError(words_for_taken_gradient(slot.name))
         if gradient is not None and gradient.requires_grad:
-            raise _graph_on_gradient(slot)
+            raise GradientError(words_for_gradient_with_graph(slot.name))
         self.missing = [slot] if gradient is None else []
         self._gradient = _sparse(gradient, slot.parameter)
         slot.parameter.grad = None
@@ -407,21 +410,14 @@ def _alias(flat: Tensor, offset: int, like: Tensor) -> Tensor:
     return alias.set_(flat.untyped_storage(), flat.storage_offset() + offset, like.shape, strides)
 
 
-def _gradient_taken(slot: Slot) -> GradientError:
-    return GradientError(
-        f"the gradient of parameter '{slot.name}' was gone before it could be averaged: a hook on the "
-        "parameter set .grad to None. An optimizer stepped from such a hook would use this rank's gradient "
-        "alone; register it with torch.distributed.optim._apply_optimizer_in_backward, which steps with the "
-        "average"
-    )
-
-
-def _graph_on_gradient(slot: Slot) -> GradientError:
-    return GradientError(
-        f"the gradient of parameter '{slot.name}' has a graph of its own (backward was called with "
-        "create_graph=True), which averaging over ranks would cut. Write torch.autograd.grad(loss, "
-        "parameters, create_graph=True), build the loss from what it returns, and call backward() on that"
-    )
+def _copy_all(gradients: list[Tensor], slots: list[Slot]) -> None:
+    """Copy gradients into their slots; runs over all parameters in every pass, so it asks in bulk first."""
+    if any(map(_REQUIRES_GRAD, gradients)):
+        name = next(slot.name for g, slot in zip(gradients, slots, strict=True) if g.requires_grad)
+        raise GradientError(words_for_gradient_with_graph(name))
+    if set(map(_LAYOUT, gradients)) != {torch.strided}:
+        gradients = list(map(_dense, gradients))
+    torch._foreach_copy_(list(map(_VIEW, slots)), gradients)
 
 
 def _wire(flat: Tensor) -> Tensor:

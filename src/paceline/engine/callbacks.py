@@ -20,11 +20,17 @@ def call_weakly(method: Callable[..., None], *bound: Any) -> Callable[..., None]
     owner = weakref.ref(method.__self__)  # type: ignore[attr-defined]
     function = method.__func__  # type: ignore[attr-defined]
 
-    def call(*arguments: Any) -> None:
+    def call_with_what_comes(*arguments: Any) -> None:
         alive = owner()
         if alive is not None:
-            function(alive, *(bound or arguments))
+            function(alive, *arguments)
 
+    def call_with_bound(*_: Any) -> None:  # for every parameter in every backward: no line more than needed
+        alive = owner()
+        if alive is not None:
+            function(alive, *bound)
+
+    call = call_with_bound if bound else call_with_what_comes
     call.owner = owner  # type: ignore[attr-defined]  # for `owners_of_hooks`
     return call
 

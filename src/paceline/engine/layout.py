@@ -80,6 +80,10 @@ class BucketLayout:
         """Whether the module's trained parameters are others than those laid out."""
         return self._parameters.changed()
 
+    def replaced_or_frozen(self) -> bool:
+        """As ``changed``, but cheaper: what can change between a forward and its backward."""
+        return self._parameters.replaced_or_frozen()
+
     def refresh(self) -> bool:
         """Lay out the parameters that are trained now; returns whether they are others than before."""
         before = self._parameters.specs

@@ -17,7 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.engine.plan import ParameterSpec
 
-_TRAITS = operator.attrgetter("requires_grad", "dtype", "shape")
+_TRAINED = operator.attrgetter("requires_grad")
+_TRAITS = (_TRAINED, operator.attrgetter("dtype"), operator.attrgetter("shape"))
 _SPARSE_LAYERS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -39,7 +40,7 @@ class TrainedParameters:
         self._registries: list[dict[str, Any]] = []  # where modules keep their children and parameters
         self._registered: list[object] = []
         self._watched: list[nn.Parameter] = []
-        self._traits: list[tuple[bool, torch.dtype, torch.Size]] = []
+        self._traits: list[list[Any]] = []  # by trait, then by parameter
         self.scan()
 
     def scan(self) -> None:
@@ -61,10 +62,14 @@ class TrainedParameters:
         What stands in parameters' places for a while does not count, see ``lent``. Runs in every step,
         so it only compares identities and three attributes.
         """
+        return self.replaced_or_frozen() or self._current_traits() != self._traits
+
+    def replaced_or_frozen(self) -> bool:
+        """The same without conversions and sizes: what can change between a forward and its backward."""
         now = self._now_registered()
         if not self._as_scanned(now):
             return not _some_lent(now)
-        return self._current_traits() != self._traits
+        return list(map(_TRAINED, self._watched)) != self._traits[0]
 
     def lent(self) -> bool:
         """Whether tensors that are no parameters stand in the places of some at the moment.
@@ -92,8 +97,8 @@ class TrainedParameters:
     def _all_named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)
 
-    def _current_traits(self) -> list[tuple[bool, torch.dtype, torch.Size]]:
-        return list(map(_TRAITS, self._watched))
+    def _current_traits(self) -> list[list[Any]]:
+        return [list(map(trait, self._watched)) for trait in _TRAITS]
 
 
 def spec_of(name: str, parameter: Tensor, sparse: bool = False) -> ParameterSpec:

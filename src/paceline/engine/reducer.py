@@ -80,7 +80,6 @@ class Reducer(TorchReducerNames):
         self.statistics = RunStatistics()
         self.options = options
         _retire_older(parameters)
-        self._group = group
         self._peers = Peers(group)
         self.layout = BucketLayout(
             parameters,
@@ -95,6 +94,7 @@ class Reducer(TorchReducerNames):
         self._launcher = BucketLauncher(
             self.layout, self._peers, Averaging(group), self.statistics, options.skip_unused
         )
+        self._looked = False  # at the module, in a forward since the last pass
         self._detached = False
         self._retired = False  # a newer wrapper averages
         self._pass: BackwardPass | None = None
@@ -121,10 +121,8 @@ class Reducer(TorchReducerNames):
         """
         if self._retired and not owners_of_hooks(slot.parameter for slot in self.layout.slots):
             self._return()
-        if self._detached:
-            return []
-        if torch._C._current_graph_task_id() != -1:
-            return []  # recomputed inside a backward (checkpointing): the pass goes on
+        if self._detached or torch._C._current_graph_task_id() != -1:
+            return []  # in the latter case, checkpointing recomputes inside a backward: the pass goes on
         self._peers.withdraw_exception()
         if self._pass is not None:
             self._abandon(self._pass)
@@ -132,7 +130,8 @@ class Reducer(TorchReducerNames):
             self._forwards += 1
             self.statistics.step_begins()
         self._check_unused()
-        self._settle()
+        self._settle(self.layout.changed)
+        self._looked = True
         return self.layout.take_newcomers()
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
@@ -189,7 +188,7 @@ class Reducer(TorchReducerNames):
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that gradients are averaged over."""
-        return self._group
+        return self._peers.group
 
     @property
     def hook(self) -> CommHook | None:
@@ -244,7 +243,7 @@ class Reducer(TorchReducerNames):
             self._begin_pass(engaged=self.layout.accumulates_now())
 
     def _begin_pass(self, engaged: bool) -> BackwardPass:
-        self._settle()
+        self._settle(self.layout.replaced_or_frozen if self._looked else self.layout.changed)
         current = self._pass = BackwardPass(self.passes_finished + 1, self.synchronise, engaged)
         self.statistics.backward_begins()
         at_end_of_backward(self._finish, self._abandon, current)
@@ -252,15 +251,15 @@ class Reducer(TorchReducerNames):
             bucket.ensure_unshared()
         return current
 
-    def _settle(self) -> None:
+    def _settle(self, changed: Callable[[], bool]) -> None:
         """Between passes: finish what an exception left, follow the module, apply a new plan.
 
-        Looks at the module before every forward and every backward, for it may change in between.
-        Not with low-precision copies, under which parameters look changed while they are not.
+        Asks before every forward and backward whether the module has changed; not with low-precision
+        copies, under which parameters look changed while they are not.
         """
         if self._abandoned is not None:
             self._drain(self._abandoned)
-        if self.options.eager and self.layout.changed():
+        if self.options.eager and changed():
             self._follow_module()
         elif self._lessons.replan_due and self._lessons.order is not None:
             self._lessons.replan_due = False
@@ -389,6 +388,7 @@ class Reducer(TorchReducerNames):
             raise self.statistics.note(GraphChangedError(words))
 
     def _reset(self) -> None:
+        self._looked = False
         for slot in self.layout.slots:
             slot.firings = 0
         for bucket in self.layout.buckets:

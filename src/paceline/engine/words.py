@@ -7,10 +7,13 @@ people and scripts search for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from paceline.comm.waiting import Peers
-from paceline.engine.bucket import Slot
 from paceline.engine.usage import PassVerdict
+
+if TYPE_CHECKING:
+    from paceline.engine.bucket import Slot
 
 
 def name_bucket(number: int, position: int, count: int, names: Sequence[str]) -> str:
@@ -22,6 +25,25 @@ def name_bucket(number: int, position: int, count: int, names: Sequence[str]) ->
 def name_tail(number: int) -> str:
     """What a rank waits for when the pass's tail travels by itself."""
     return f"backward pass {number}, all-reduce of the pass's tail"
+
+
+def words_for_taken_gradient(name: str) -> str:
+    """The text for a parameter whose gradient came and went before its bucket was launched."""
+    return (
+        f"the gradient of parameter '{name}' was gone before it could be averaged: a hook on the "
+        "parameter set .grad to None. An optimizer stepped from such a hook would use this rank's gradient "
+        "alone; register it with torch.distributed.optim._apply_optimizer_in_backward, which steps with the "
+        "average"
+    )
+
+
+def words_for_gradient_with_graph(name: str) -> str:
+    """The text for a parameter whose gradient is to be differentiated again."""
+    return (
+        f"the gradient of parameter '{name}' has a graph of its own (backward was called with "
+        "create_graph=True), which averaging over ranks would cut. Write torch.autograd.grad(loss, "
+        "parameters, create_graph=True), build the loss from what it returns, and call backward() on that"
+    )
 
 
 def words_for_unused(peers: Peers, number: int, unused: dict[int, int], slots: Sequence[Slot]) -> str:
