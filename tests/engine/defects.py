@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.engine import ddp, layout
+from paceline.engine import ddp, layout, reducer
 from paceline.engine.bucket import DenseBucket, Slot, SparseBucket
 from paceline.engine.buffers import BufferSync
 from paceline.engine.comm_hooks import Averaging
@@ -207,12 +207,11 @@ def everything_is_launched_at_the_end() -> None:
 
 @defect
 def each_rank_follows_its_own_order() -> None:
-    def own_order(original: Any, self: Any, current: Any) -> list[int]:
-        original(self, current)
-        missing = [i for i in range(len(self.layout.slots)) if i not in current.arrivals]
-        return [*current.arrivals, *missing]
+    def own_order(original: Any, arrivals: list[int], count: int, *rest: Any) -> list[int]:
+        original(arrivals, count, *rest)
+        return [*arrivals, *(index for index in range(count) if index not in arrivals)]
 
-    around(Reducer, "_agree_on_order", own_order)
+    around(reducer, "agree_on_order", own_order)
 
 
 @defect
@@ -324,7 +323,8 @@ def buffers_are_broadcast_in_every_forward() -> None:
 
 @defect
 def a_changed_module_is_not_noticed() -> None:
-    instead(BucketLayout, "changed", lambda self: False)
+    for question in ("changed", "replaced_or_frozen"):
+        instead(BucketLayout, question, lambda self: False)
 
 
 @defect
