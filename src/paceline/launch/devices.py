@@ -71,4 +71,5 @@ def _torch_is_for_cpus() -> bool:
         return True
     version = Path(found.origin).with_name("version.py")
     built_for = re.findall(r"^(?:cuda|hip|xpu)\b.*= *(.+)$", version.read_text(), re.MULTILINE)
-    return all(value == "None" for value in built_for) and not metadata.entry_points(group="torch.backends")
+    plugins = {point.name for point in metadata.entry_points(group="torch.backends")} - {"paceline"}
+    return all(value == "None" for value in built_for) and not plugins
