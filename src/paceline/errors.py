@@ -5,7 +5,7 @@
       BackendUnavailableError  the named communication backend is not to be had here
       ReplicaMismatchError     ranks hold different models
       UnusedParametersError    a step left parameters without gradient, and that was not allowed
-      GradientError            a gradient is not there, or not in a form, to be averaged
+      GradientError            a gradient was taken away before it could be averaged
       GraphChangedError        a graph that was declared static changed
       CommunicationError       the ranks could not finish a collective
         CollectiveTimeoutError   a rank did not come before the deadline
@@ -42,7 +42,7 @@ class UnusedParametersError(PacelineError, RuntimeError):
 
 
 class GradientError(PacelineError, RuntimeError):
-    """A gradient cannot be averaged: a hook took it away, or it has a graph of its own."""
+    """A gradient cannot be averaged: a hook on the parameter took it away."""
 
 
 class GraphChangedError(PacelineError, RuntimeError):

@@ -114,12 +114,13 @@ def test_a_handler_of_the_scripts_own_stays(tmp_path: Path) -> None:
 
 
 INSISTS = """
-import os, signal, sys
+import os, signal, sys, time
 from tests.train.test_interruption import Interruption, settings
 with Interruption(settings(sys.argv[1], save_strategy="steps")):
     child = os.fork()
     if child == 0:
-        signal.pause()
+        while True:
+            time.sleep(0.02)
         os._exit(7)
     os.kill(child, signal.SIGTERM)
     print(os.waitpid(child, 0)[1], flush=True)

@@ -312,9 +312,9 @@ def _wait_slice(work: dist.Work) -> bool:
     try:
         work.wait(SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # it may have ended just after the slice did: only now we know whether it failed
     return True
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import warnings
 from collections.abc import Set
 from typing import Protocol
 
@@ -81,6 +82,10 @@ class Slot:
         """Whether the user has hooks on the parameter that want to see its gradient, too."""
         hooks = self.parameter._post_accumulate_grad_hooks
         return hooks is not None and len(hooks) > 1
+
+    def was_taken(self) -> bool:
+        """Whether a hook of the user's took the gradient; autograd may also have called with none to give."""
+        return self.firings > 0 and self.has_hooks_of_others()
 
 
 class Bucket(Protocol):
@@ -218,7 +223,7 @@ class DenseBucket:
         if fresh:
             _copy_all(fresh, places)
         for slot in self.missing:
-            if slot.firings:
+            if slot.was_taken():
                 raise GradientError(words_for_taken_gradient(slot.name))
             slot.view.zero_()  # type: ignore[union-attr]
 
@@ -252,9 +257,9 @@ class DenseBucket:
     def _copy_in(self, slot: Slot) -> None:
         gradient = slot.parameter.grad
         if gradient is None:
-            raise GradientError(words_for_taken_gradient(slot.name))
+            return  # autograd had none to give; or a hook took it, which `fill` sees
         if gradient.requires_grad:
-            raise GradientError(words_for_gradient_with_graph(slot.name))
+            warnings.warn(words_for_gradient_with_graph(slot.name), stacklevel=2)
         self._allocated()
         view = slot.view
         view.copy_(_dense(gradient))  # type: ignore[union-attr]
@@ -321,10 +326,10 @@ class SparseBucket:
     def fill(self) -> None:
         (slot,) = self.slots
         gradient = slot.parameter.grad
-        if gradient is None and slot.firings:
+        if gradient is None and slot.was_taken():
             raise GradientError(words_for_taken_gradient(slot.name))
         if gradient is not None and gradient.requires_grad:
-            raise GradientError(words_for_gradient_with_graph(slot.name))
+            warnings.warn(words_for_gradient_with_graph(slot.name), stacklevel=2)
         self.missing = [slot] if gradient is None else []
         self._gradient = _sparse(gradient, slot.parameter)
         slot.parameter.grad = None
@@ -414,7 +419,7 @@ def _copy_all(gradients: list[Tensor], slots: list[Slot]) -> None:
     """Copy gradients into their slots; runs over all parameters in every pass, so it asks in bulk first."""
     if any(map(_REQUIRES_GRAD, gradients)):
         name = next(slot.name for g, slot in zip(gradients, slots, strict=True) if g.requires_grad)
-        raise GradientError(words_for_gradient_with_graph(name))
+        warnings.warn(words_for_gradient_with_graph(name), stacklevel=2)
     if set(map(_LAYOUT, gradients)) != {torch.strided}:
         gradients = list(map(_dense, gradients))
     torch._foreach_copy_(list(map(_VIEW, slots)), gradients)

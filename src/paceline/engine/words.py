@@ -41,8 +41,9 @@ def words_for_gradient_with_graph(name: str) -> str:
     """The text for a parameter whose gradient is to be differentiated again."""
     return (
         f"the gradient of parameter '{name}' has a graph of its own (backward was called with "
-        "create_graph=True), which averaging over ranks would cut. Write torch.autograd.grad(loss, "
-        "parameters, create_graph=True), build the loss from what it returns, and call backward() on that"
+        "create_graph=True), which averaging over ranks cuts: nothing flows back through .grad. Write "
+        "torch.autograd.grad(loss, parameters, create_graph=True), build the loss from what it returns, "
+        "and call backward() on that"
     )
 
 
