@@ -117,11 +117,13 @@ INSISTS = """
 import os, signal, sys, time
 from tests.train.test_interruption import Interruption, settings
 with Interruption(settings(sys.argv[1], save_strategy="steps")):
+    ready, tell = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(tell, b"1")  # a signal that comes while Python is still forking is lost
         while True:
             time.sleep(0.02)
-        os._exit(7)
+    os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
     print(os.waitpid(child, 0)[1], flush=True)
     for _ in range(2):
