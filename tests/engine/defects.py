@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.engine import ddp, layout, reducer
-from paceline.engine.bucket import DenseBucket, Slot, SparseBucket
+from paceline.engine.backward_pass import BackwardPass
+from paceline.engine.bucket import DenseBucket, SparseBucket
 from paceline.engine.buffers import BufferSync
 from paceline.engine.comm_hooks import Averaging
 from paceline.engine.ddp import DistributedDataParallel
@@ -228,8 +229,23 @@ def unused_parameters_hold_up_others() -> None:
 
 
 @defect
+def a_full_bucket_waits_for_the_gradient_that_was_last_in_the_plan() -> None:
+    def take_in(original: Any, self: Any, arrived: Any) -> None:
+        original(self, arrived := list(arrived))
+        for slot in arrived:
+            slot.bucket.last = slot.bucket.slots[-1]
+
+    around(BackwardPass, "take_in", take_in)
+
+
+@defect
+def a_pass_begins_at_the_forwards_outputs_alone() -> None:
+    instead(Reducer, "_first_gradient", lambda self, parameter: None)
+
+
+@defect
 def users_hooks_come_too_late() -> None:
-    instead(Slot, "has_hooks_of_others", lambda self: False)
+    instead(BucketLayout, "others_follow", lambda self, slot: False)
 
 
 @defect

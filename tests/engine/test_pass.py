@@ -124,6 +124,77 @@ def test_buckets_are_launched_while_backward_goes_on():
     assert run_ranks(what_was_computed_at_launch, 2, timeout=60) == [[1, 2, 3, 4, 5]] * 2
 
 
+class PairsInAnyOrder(nn.Module):
+    """Pairs of layers, each pair a bucket, whose order within the pair may change from step to step."""
+
+    BUCKET_OF_A_PAIR = 2 * 4 * 4 * 4 / 2**20
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.pairs = nn.ModuleList(
+            nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)) for _ in range(3)
+        )
+
+    def forward(self, x, swapped=False):
+        for pair in self.pairs:
+            for layer in reversed(pair) if swapped else pair:
+                x = layer(x)
+        return x
+
+
+def what_had_arrived_at_launch(rank, world):
+    net = PairsInAnyOrder()
+    wrapper = DistributedDataParallel(net, bucket_cap_mb=PairsInAnyOrder.BUCKET_OF_A_PAIR)
+    reached, launches = [], []
+    for parameter in net.parameters():
+        parameter.register_hook(lambda _: reached.append(1))
+    train(wrapper, rank, 2)
+    plain = dist.all_reduce
+
+    def noting(tensor, *args, **kwargs):
+        launches[-1].append(len(reached))
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = noting
+    for swapped in (False, True, True, False, False):
+        reached.clear()
+        launches.append([])
+        train(wrapper, rank, swapped=swapped)
+    dist.all_reduce = plain
+    return launches
+
+
+def test_a_bucket_is_launched_with_its_last_gradient_whichever_that_is():
+    for before, _, swapped, _, again in run_ranks(what_had_arrived_at_launch, 2, timeout=60):
+        assert before == swapped == again == [2, 4, 6]
+
+
+def averaged_without_the_wrappers_forward(rank, world):
+    net = PairsInAnyOrder()
+    wrapper = DistributedDataParallel(net, find_unused_parameters=True)
+    train(wrapper, rank, 3)
+    layers = [layer for pair in net.pairs for layer in pair]
+    found = []
+    for layer in layers:
+        wrapper.zero_grad()
+        layer(rank_input(rank)).sum().backward()
+        found.append([p.grad for p in net.parameters()])
+        found[-1] = [None if gradient is None else gradient.clone() for gradient in found[-1]]
+    return found
+
+
+def test_any_single_gradient_is_averaged_however_its_backward_began():
+    wanted = torch.stack([rank_input(rank).sum(0).expand(4, 4) for rank in range(2)]).mean(0)
+    for found in run_ranks(averaged_without_the_wrappers_forward, 2, timeout=60):
+        for used, gradients in enumerate(found):
+            for index, gradient in enumerate(gradients):
+                if index == used:
+                    torch.testing.assert_close(gradient, wanted)
+                else:
+                    assert gradient is None
+
+
 class OutOfOrder(nn.Module):
     """Registers its layers in another order than it uses them."""
 

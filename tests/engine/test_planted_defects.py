@@ -58,6 +58,12 @@ NOTICED_BY: dict[str, tuple[Any, ...]] = {
     ),
     "the_bucket_cap_is_ignored": (test_pass.test_the_bucket_cap_decides_how_much_travels_at_once,),
     "everything_is_launched_at_the_end": (test_pass.test_buckets_are_launched_while_backward_goes_on,),
+    "a_full_bucket_waits_for_the_gradient_that_was_last_in_the_plan": (
+        test_pass.test_a_bucket_is_launched_with_its_last_gradient_whichever_that_is,
+    ),
+    "a_pass_begins_at_the_forwards_outputs_alone": (
+        test_pass.test_any_single_gradient_is_averaged_however_its_backward_began,
+    ),
     "each_rank_follows_its_own_order": (test_pass.test_all_ranks_take_rank_0s_order,),
     "the_order_of_arrival_is_never_used": (
         test_pass.test_buckets_follow_the_order_of_arrival_after_the_first_pass,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.engine.bucket import Slot
 from paceline.engine.usage import Standing
 
 
@@ -27,7 +28,6 @@ class BackwardPass:
         synchronises: whether its gradients are averaged; fixed when backward starts.
         engaged: whether it accumulates gradients at all (``autograd.grad`` does not).
         standing: how this rank stands in it.
-        launch_waits: whether a full bucket was left for the next gradient to launch.
         next_launch: index of the first bucket that is not launched.
         flights: collectives under way.
         arrivals: parameters in the order in which their gradients were complete.
@@ -38,8 +38,24 @@ class BackwardPass:
     synchronises: bool
     engaged: bool = False
     standing: Standing = Standing.TOOK_PART
-    launch_waits: bool = False
     next_launch: int = 0
     flights: list[Flight] = field(default_factory=list)
     arrivals: list[int] = field(default_factory=list)
     late: set[int] = field(default_factory=set)
+
+    def take_in(self, arrived: Iterable[Slot]) -> None:
+        """Count gradients that have arrived, in order.
+
+        Args:
+            arrived: one slot for each time that a gradient was accumulated.
+        """
+        for slot in arrived:
+            self.engaged = slot.reached = True
+            slot.firings += 1
+            bucket = slot.bucket
+            if bucket.launched:
+                self.late.add(bucket.index)
+            elif slot.firings == slot.expected_firings:
+                self.arrivals.append(slot.index)
+                bucket.pending -= 1
+                bucket.last = slot

@@ -95,6 +95,7 @@ class Bucket(Protocol):
     slots: list[Slot]
     missing: list[Slot]  # those without gradient on this rank when the bucket was filled
     pending: int
+    last: Slot  # whose gradient came last in the last pass; of a new bucket, the last of the plan
     launched: bool
 
     def ensure_unshared(self) -> None:
@@ -141,6 +142,7 @@ class DenseBucket:
         self.slots = slots
         self.missing: list[Slot] = []
         self.pending = len(slots)
+        self.last = slots[-1]
         self.launched = False
         self.numel = sum(slot.parameter.numel() for slot in slots)
         self._tail_numel = tail_numel
@@ -313,6 +315,7 @@ class SparseBucket:
         self.slots = [slot]
         self.missing: list[Slot] = []
         self.pending = 1
+        self.last = slot
         self.launched = False
         self._gradient: Tensor | None = None
         slot.bucket = self

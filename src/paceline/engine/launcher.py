@@ -52,7 +52,6 @@ class BucketLauncher:
 
     def launch_full(self, current: BackwardPass) -> None:
         """Launch every full bucket whose turn it is; those from ``_held_back`` on wait for the end."""
-        current.launch_waits = False
         buckets, end = self._layout.buckets, self._held_back()
         while current.next_launch < end and buckets[current.next_launch].pending == 0:
             self._launch(current, buckets[current.next_launch])

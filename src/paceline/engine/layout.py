@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from paceline.engine.parameters import TrainedParameters, gradient_dtype
 from paceline.engine.plan import BucketCaps, BucketPlan, ParameterSpec, plan_buckets, registration_order
 from paceline.engine.usage import TailLayout
 
+_COPIES_AT_ONCE = operator.attrgetter("copies_at_once")
 _EXACT_TO_2_TO_20 = (torch.float32, torch.float64)  # dtypes in which the tail's whole numbers survive
 
 
@@ -34,8 +35,9 @@ class BucketLayout:
         world_size: number of ranks.
         caps: bucket sizes.
         keep_shared: see ``DenseBucket``.
-        on_gradient: a bound method, called with the slot after each accumulation into its parameter's
-            ``.grad`` as long as its object lives.
+        on_gradient: a bound method, called with the slot after an accumulation into its parameter's
+            ``.grad`` as long as its object lives; only at those slots to which the layout listens.
+        note_gradient: called with the parameter after an accumulation into its ``.grad`` elsewhere.
         allocate: makes the buckets' storage.
         tail_alone: whether the tail never travels in a bucket.
         always_trailing: names of parameters that travel in trailing buckets from the start.
@@ -48,6 +50,7 @@ class BucketLayout:
         caps: BucketCaps,
         keep_shared: bool,
         on_gradient: Callable[[Slot], None],
+        note_gradient: Callable[[Tensor], None],
         allocate: Allocate = plain_memory,
         tail_alone: bool = False,
         always_trailing: Set[str] = frozenset(),
@@ -57,12 +60,14 @@ class BucketLayout:
         self._caps = caps
         self._keep_shared = keep_shared
         self._on_gradient = weakref.WeakMethod(on_gradient)
+        self._note_gradient = note_gradient
         self._allocate = allocate
         self._tail_alone = tail_alone
         self._always_trailing = always_trailing
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._by_parameter: dict[nn.Parameter, Slot] = {}
+        self._listening: set[Slot] = set()
         self.slots: list[Slot] = []
+        self._by_id: dict[int, Slot] = {}  # by the id of its parameter
         self.buckets: list[Bucket] = []
         self.plan: BucketPlan
         self.first_trailing: int  # index of the first bucket of trailing parameters
@@ -114,6 +119,7 @@ class BucketLayout:
         last = self.buckets[-1] if self.buckets else None
         self.tail_travels_in_last_bucket = isinstance(last, DenseBucket) and last.has_tail
         self._separate_tail: Tensor | None = None
+        self.listen()
 
     @property
     def tail(self) -> Tensor:
@@ -135,33 +141,60 @@ class BucketLayout:
             if slot.parameter.requires_grad
         )
 
+    def slots_of(self, parameters: list[Tensor]) -> Iterator[Slot]:
+        """The slots of parameters, but of those that the module let go of between forward and backward."""
+        return filter(None, map(self._by_id.get, map(id, parameters)))
+
     def stop_watching(self) -> None:
         """Take the hooks off the parameters."""
         _remove_hooks(self._hooks)
 
     def watch(self) -> None:
         """Put hooks on the parameters that have none."""
-        for parameter, slot in self._by_parameter.items():
-            if parameter not in self._hooks:
-                self._hooks[parameter] = self._hook(slot)
+        for slot in self.slots:
+            if slot.parameter not in self._hooks:
+                self._hooks[slot.parameter] = self._hook(slot)
+
+    def listen(self) -> None:
+        """Between passes: let ``on_gradient`` be called where buckets are likely to become full.
+
+        That is where they did in the last pass, and at large gradients, which are copied at once. It is
+        called after all other hooks of the parameter, so that a bucket may be launched right there.
+        """
+        full_at = {bucket.last for bucket in self.buckets}
+        before = self._listening
+        if not full_at <= before:
+            self._listening = full_at.union(filter(_COPIES_AT_ONCE, self.slots))
+        followed = set(filter(self.others_follow, self._listening))
+        for slot in followed | (before ^ self._listening):
+            if slot.parameter in self._hooks:
+                self._hooks[slot.parameter].remove()
+                self._hooks[slot.parameter] = self._hook(slot)
+
+    def others_follow(self, slot: Slot) -> bool:
+        """Whether hooks of others run after ours on the parameter, and want to see the gradient, too."""
+        hooks, ours = slot.parameter._post_accumulate_grad_hooks, self._hooks.get(slot.parameter)
+        return ours is not None and next(reversed(hooks)) != ours.id
 
     def _take_parameters(self) -> None:
-        taken: dict[nn.Parameter, Slot] = {}
+        slots = []
         for index, (name, parameter) in enumerate(self._parameters.named):
-            slot = self._by_parameter.get(parameter) or Slot(parameter)
+            slot = self._by_id.get(id(parameter)) or Slot(parameter)
             slot.index, slot.name = index, name
-            taken[parameter] = slot
-        for parameter in self._hooks.keys() - taken.keys():
+            slots.append(slot)
+        self.slots = slots
+        self._by_id = {id(slot.parameter): slot for slot in slots}
+        for parameter in self._hooks.keys() - {slot.parameter for slot in slots}:
             self._hooks.pop(parameter).remove()
-        self._by_parameter = taken
+        self.replan(registration_order(len(slots)), frozenset())
         self.watch()
-        self.slots = list(taken.values())
-        self.replan(registration_order(len(self.slots)), frozenset())
 
     def _hook(self, slot: Slot) -> RemovableHandle:
-        on_gradient = self._on_gradient()
-        assert on_gradient is not None  # its owner is what makes layouts
-        hook = call_weakly(on_gradient, slot)
+        hook = self._note_gradient
+        if slot in self._listening:
+            on_gradient = self._on_gradient()
+            assert on_gradient is not None  # its owner is what makes layouts
+            hook = call_weakly(on_gradient, slot)
         handle: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(hook)
         return handle
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from paceline.comm.memory import memory_of
 from paceline.comm.waiting import Peers
+from paceline.engine.arrivals import Arrivals
 from paceline.engine.backward_pass import BackwardPass
 from paceline.engine.bucket import Slot
 from paceline.engine.callbacks import at_end_of_backward, call_weakly, is_marked, owners_of_hooks
@@ -81,12 +82,14 @@ class Reducer(TorchReducerNames):
         self.options = options
         _retire_older(parameters)
         self._peers = Peers(group)
+        self._arrivals = Arrivals(self._first_gradient)
         self.layout = BucketLayout(
             parameters,
             self._peers.world_size,
             options.caps,
             options.keep_shared,
             on_gradient=self._gradient_ready,
+            note_gradient=self._arrivals.hook,
             allocate=memory_of(group),
             tail_alone=options.skip_unused,
             always_trailing=options.delayed,
@@ -100,7 +103,6 @@ class Reducer(TorchReducerNames):
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
         self._forwards = 0  # training forwards outside no_sync; in the tail, they show a skipped backward
-        self._reached = 0  # number of parameters that a backward reached since the last check
         self._lessons = Lessons()
         self._lessons_of = {tuple(self.layout.specs): self._lessons}  # for each set of trained parameters
 
@@ -131,6 +133,7 @@ class Reducer(TorchReducerNames):
             self.statistics.step_begins()
         self._check_unused()
         self._settle(self.layout.changed)
+        self.layout.listen()
         self._looked = True
         return self.layout.take_newcomers()
 
@@ -230,7 +233,6 @@ class Reducer(TorchReducerNames):
         words = ""
         if unused and not allowed:
             words = words_for_unused(self._peers, self.passes_finished, unused, self.layout.slots)
-        self._reached = 0
         for slot in self.layout.slots:
             slot.reached = False
         if words:
@@ -247,6 +249,7 @@ class Reducer(TorchReducerNames):
         current = self._pass = BackwardPass(self.passes_finished + 1, self.synchronise, engaged)
         self.statistics.backward_begins()
         at_end_of_backward(self._finish, self._abandon, current)
+        self._arrivals.open()
         for bucket in self.layout.buckets:
             bucket.ensure_unshared()
         return current
@@ -282,43 +285,34 @@ class Reducer(TorchReducerNames):
             slot.expected_firings = count or slot.expected_firings
         for slot in self.layout.slots:
             slot.reached = slot.reached and checked
-        self._reached = sum(slot.reached for slot in self.layout.slots)
 
     # -- ready ------------------------------------------------------------------------------
 
+    def _first_gradient(self, parameter: Tensor) -> None:
+        self._begin_pass(engaged=True)
+        self._arrivals.note(parameter)
+
     def _gradient_ready(self, slot: Slot) -> None:
+        """A gradient has arrived that is likely to fill its bucket, or that is to be copied at once."""
         current = self._pass or self._begin_pass(engaged=True)
-        current.engaged = True
-        if current.launch_waits:
-            self._launcher.launch_full(current)
-        slot.firings += 1
-        if not slot.reached:
-            slot.reached = True
-            self._reached += 1
-        bucket = slot.bucket
-        if bucket.launched:
-            current.late.add(bucket.index)
-            return
+        self._arrivals.note(slot.parameter)
+        self._take_in(current)
         if not self.options.eager:
-            current.arrivals.append(slot.index)
             return
-        if slot.copies_at_once:
-            bucket.adopt(slot)
-        if slot.firings != slot.expected_firings:
-            return
-        current.arrivals.append(slot.index)
-        bucket.pending -= 1
-        if bucket.pending == 0 and current.synchronises:
-            # Hooks of users that were registered after ours run next, and must find the gradient.
-            current.launch_waits = slot.has_hooks_of_others()
-            if not current.launch_waits:
-                self._launcher.launch_full(current)
+        if slot.copies_at_once and not slot.bucket.launched:
+            slot.bucket.adopt(slot)
+        if current.synchronises and not self.layout.others_follow(slot):
+            self._launcher.launch_full(current)
+
+    def _take_in(self, current: BackwardPass) -> None:
+        current.take_in(self.layout.slots_of(self._arrivals.news()))
 
     # -- finish -----------------------------------------------------------------------------
 
     def _finish(self, current: BackwardPass) -> None:
         self._pass = None
         try:
+            self._take_in(current)
             _call_all(self.at_backward_end)
             self.statistics.backward_ends()
             if current.synchronises and current.engaged and self.layout.buckets:
@@ -389,6 +383,7 @@ class Reducer(TorchReducerNames):
 
     def _reset(self) -> None:
         self._looked = False
+        self._arrivals.close()
         for slot in self.layout.slots:
             slot.firings = 0
         for bucket in self.layout.buckets:
@@ -402,6 +397,7 @@ class Reducer(TorchReducerNames):
         if self._pass is not current:
             return
         self._pass = None
+        self._take_in(current)
         StatisticsExchange.abandon()
         _call_all(self.at_backward_end)
         if current.synchronises and current.engaged:
@@ -422,7 +418,7 @@ class Reducer(TorchReducerNames):
 
     def _report(self, current: BackwardPass) -> RankReport:
         unreached: list[int] = []
-        if self._reached < len(self.layout.slots) and current.standing.has_data:
+        if current.standing.has_data:
             unreached = [slot.index for slot in self.layout.slots if not slot.reached]
         return RankReport(
             rank=self._peers.rank,
