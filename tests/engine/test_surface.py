@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -358,6 +359,62 @@ CHECKS = (hooks_and_outputs, assigned_module, lent_weights, sizes_and_dtypes, wr
 @pytest.mark.parametrize("check", CHECKS)
 def test_what_is_handed_to_a_wrapper(check):
     run_ranks(check, 2, timeout=100)
+
+
+# -- options that differ between ranks ------------------------------------------------------
+
+DIFFERING: dict[str, tuple[Any, Any]] = {
+    "bucket_cap_mb": (TINY_BUCKETS, 25),
+    "bucket_cap_mb_list": ([], [TINY_BUCKETS]),
+    "find_unused_parameters": (True, False),
+    "static_graph": (False, True),
+    "forward_sync_buffers": (True, False),
+    "verify_replicas_every": (0, 1),
+}
+
+
+class LeavesOneUnused(Chain):
+    """With a buffer, and a layer that only some steps of rank 1 use."""
+
+    def __init__(self):
+        super().__init__()
+        self.rare = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, rare=False):
+        self.count += 1
+        return super().forward(self.rare(x) if rare else x)
+
+
+def options_that_differ(rank, world):
+    for name, values in DIFFERING.items():
+        for first in (0, 1):
+            mine, rank_0s = values[rank ^ first], values[first]
+            options = {"find_unused_parameters": True} | {name: mine}
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                wrapper = DistributedDataParallel(LeavesOneUnused(), **options)
+            assert getattr(wrapper, name) == rank_0s
+            assert (rank == 1) == any(name in str(warning.message) for warning in warned)
+            rare = name not in ("static_graph", "find_unused_parameters")
+            if name == "find_unused_parameters":
+                wrapper.module.rare = nn.Identity()
+            for step in range(4):
+                wrapper.zero_grad()
+                uses_rare = rare and rank == 1 and step % 2 == 1
+                wrapper(rank_input(rank, step), uses_rare).square().sum().backward()
+            assert_equal_on_ranks([p.grad for p in wrapper.parameters() if p.grad is not None])
+
+
+def assert_equal_on_ranks(tensors):
+    mine = torch.cat([tensor.flatten() for tensor in tensors])
+    rank_0s = mine.clone()
+    dist.broadcast(rank_0s, 0)
+    assert torch.equal(mine, rank_0s)
+
+
+def test_options_that_differ_between_ranks_are_those_of_rank_0_with_a_warning():
+    run_ranks(options_that_differ, 2, timeout=100)
 
 
 # -- tensor parallelism ---------------------------------------------------------------------

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import re
@@ -34,11 +35,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from paceline.comm.job_store import store_of_job
+from paceline.comm.last_words import exception_key, in_words, leave_word_of_uncaught_exceptions
 from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerFailedError, PeerLostError
 
 SLICE = datetime.timedelta(seconds=0.2)
 DEATH_GRACE_S = 1.0  # how long a connection may be broken before the process behind it is gone
 STORE_PATIENCE_S = 2.0
+POLL_S = 0.05
 # What process groups say when another rank is behind an error, and not the collective itself.
 _CONNECTION = re.compile("connection|socket|peer|broken pipe|read error|write error|network|remote", re.I)
 
@@ -101,13 +105,14 @@ class Peers:
         self.global_rank = dist.get_global_rank(group, self.rank)
         self._ranks = dist.get_process_group_ranks(group)
         self._store = dist.PrefixStore("paceline/peers", _get_process_group_store(group))
-        self._job_store = _store_of_job()
+        self._job_store = store_of_job()
         self._store_answers = True
         self._told_exception = False
         self._known_neighbours: dict[int, Seat] | None = None
         self.waited_s = 0.0
         if self.world_size > 1:
             self._job_store.set(f"seat/{self.global_rank}", json.dumps([_host_identity(), os.getpid()]))
+            leave_word_of_uncaught_exceptions()
 
     def in_job(self, ranks: Iterable[int]) -> list[int]:
         """Ranks of the group, as ranks of the whole job."""
@@ -145,12 +150,29 @@ class Peers:
             PeerLostError: some rank's process is gone; it is named.
             CommunicationError: the collective failed for another reason.
         """
+        self._wait(functools.partial(_wait_slice, work), what)
+
+    def wait_for_value(self, future: torch.futures.Future[Any], what: Callable[[], str]) -> None:
+        """The same for a future on the CPU, such as a communication hook's.
+
+        Raises:
+            CommunicationError: as ``wait``.
+        """
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        self._wait(lambda: done.wait(SLICE.total_seconds()), what)
+        try:
+            future.wait()
+        except RuntimeError as error:
+            raise self.explain(error, what()) from error
+
+    def _wait(self, wait_slice: Callable[[], bool], what: Callable[[], str]) -> None:
         began = time.perf_counter()
         try:
-            if self._wait_slice(work, what):
+            if self._explained(wait_slice, what):
                 return
             with self._standing_in_line(what()):
-                while not self._wait_slice(work, what):
+                while not self._explained(wait_slice, what):
                     self._look_around(what())
         finally:
             self.waited_s += time.perf_counter() - began
@@ -164,7 +186,7 @@ class Peers:
         """
         if isinstance(error, CommunicationError):  # the group knows the ranks itself
             because = f", because {error.reason}" if error.reason else ""
-            left = self._exceptions_of(error.ranks)
+            left = self.last_words_of(error.ranks)
             text = f"rank {self.global_rank}: {what} failed{because}.{left} The process group said: {error}"
             return type(error)(text)
         timed_out = "timed out" in str(error).lower()
@@ -178,11 +200,11 @@ class Peers:
                     f"rank {self.global_rank}: {what} failed in the process group: {error}"
                 )
             cause = Cause("lost", lost) if lost else self._cause_of_silence("left", what)
-        return self._failure(cause, what, f" The process group said: {error}")
+        return self._failure(cause, what, f" The process group said: {_first_line(error)}")
 
-    def _wait_slice(self, work: dist.Work, what: Callable[[], str]) -> bool:
+    def _explained(self, wait_slice: Callable[[], bool], what: Callable[[], str]) -> bool:
         try:
-            return _wait_slice(work)
+            return wait_slice()
         except RuntimeError as error:
             raise self.explain(error, what()) from error
 
@@ -195,26 +217,35 @@ class Peers:
 
     def tell_exception(self, error: BaseException) -> None:
         """Leave word of an exception on this rank, for those that will find it gone or absent."""
-        text = f"{type(error).__name__}: {error}"
         self._told_exception = True
-        self._quietly(lambda: self._job_store.set(f"exception/{self.global_rank}", text))
+        self._quietly(lambda: self._job_store.set(exception_key(self.global_rank), in_words(error)))
 
     def withdraw_exception(self) -> None:
         """This rank goes on in spite of the exception it told: nothing later is to be put down to it."""
         if self._told_exception:
             self._told_exception = False
-            self._quietly(lambda: self._job_store.delete_key(f"exception/{self.global_rank}"))
+            self._quietly(lambda: self._job_store.delete_key(exception_key(self.global_rank)))
 
     def _failure(self, cause: Cause, what: str, said: str = "") -> CommunicationError:
         self._tell_others(cause)
         kind = CollectiveTimeoutError if cause.kind in ("absent", "apart") else PeerLostError
-        left = self._exceptions_of(cause.ranks)
+        left = self.last_words_of(cause.ranks)
         return kind(f"rank {self.global_rank}: {what} failed, because {cause.in_words()}.{left}{said}")
 
-    def _exceptions_of(self, ranks: Iterable[int]) -> str:
-        """What these ranks said of themselves before they were gone, as sentences to append."""
-        texts = {rank: self._read_of_job(f"exception/{rank}") for rank in ranks}
-        return "".join(f" Rank {rank} had raised {text}." for rank, text in texts.items() if text)
+    def last_words_of(self, ranks: Iterable[int], patience_s: float = 0.0) -> str:
+        """The exceptions that ranks of the job told of, as sentences to append.
+
+        Args:
+            ranks: in the whole job.
+            patience_s: how long to wait for the first of them, in seconds.
+        """
+        ranks, deadline = list(ranks), time.monotonic() + patience_s
+        while True:
+            texts = {rank: self._read_of_job(exception_key(rank)) for rank in ranks}
+            told = "".join(f" Rank {rank} had raised {text}." for rank, text in texts.items() if text)
+            if told or time.monotonic() >= deadline:
+                return told
+            time.sleep(POLL_S)
 
     @contextlib.contextmanager
     def _standing_in_line(self, what: str) -> Iterator[None]:
@@ -238,7 +269,7 @@ class Peers:
             lost = [rank for rank, seat in self._neighbours().items() if not _process_alive(seat)]
             if lost or time.monotonic() >= deadline:
                 return lost
-            time.sleep(0.05)
+            time.sleep(POLL_S)
 
     def _neighbours(self) -> dict[int, Seat]:
         """The other ranks whose processes this one can see."""
@@ -307,6 +338,11 @@ class Peers:
         return answer[0] if answer else None
 
 
+def _first_line(error: BaseException) -> str:
+    """Without the traceback that a future appends to the error of a callback."""
+    return str(error).partition("\n")[0]
+
+
 def _wait_slice(work: dist.Work) -> bool:
     """Wait one slice; False when the work is still under way, raises when it failed."""
     try:
@@ -316,13 +352,6 @@ def _wait_slice(work: dist.Work) -> bool:
             return False
         work.wait()  # it may have ended just after the slice did: only now we know whether it failed
     return True
-
-
-def _store_of_job() -> dist.Store:
-    """What all ranks of the job share, in whatever groups they are."""
-    job = dist.group.WORLD
-    assert job is not None  # there is no group without it
-    return dist.PrefixStore("paceline/job", _get_process_group_store(job))
 
 
 def _host_identity() -> str:

@@ -37,7 +37,7 @@ from paceline.engine.checks import (
 from paceline.engine.comm_hooks import CommHook, Hook, check_hook, name_of_hook
 from paceline.engine.join import WrapperJoinHook, agree_to_synchronise, synchronise_buffers
 from paceline.engine.optimizer_in_backward import step_and_clear, take_over
-from paceline.engine.options import ReducerOptions
+from paceline.engine.options import ReducerOptions, follow_rank_0
 from paceline.engine.outputs import tensors_in, to_device
 from paceline.engine.parameters import TrainedParameters
 from paceline.engine.plan import BucketCaps
@@ -157,11 +157,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         check_caps(bucket_cap_mb, self.bucket_cap_mb_list)
         wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if wanted is None else wanted
+        self.mixed_precision = mixed_precision
         use_plain_keys(self)
-        self._meet_ranks()
+        self.peers = Peers(self.process_group)
+        if init_sync:
+            follow_rank_0(self, self.peers)
+        self._follow_buffers()
         if init_sync:
             self._make_replicas_equal()
-        self.mixed_precision = mixed_precision
         self._build_reducer(self._private_group())
 
     def __setattr__(self, name: str, value: Any) -> None:

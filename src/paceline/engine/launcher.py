@@ -116,10 +116,10 @@ class BucketLauncher:
     def _take_off(self, current: BackwardPass, bucket: Bucket) -> None:
         names = [slot.name for slot in bucket.slots]
         what = functools.partial(name_bucket, current.number, bucket.index, len(self._layout.buckets), names)
-        flight = self._run_hook(current, bucket) if self.hook else self._average(bucket.payload(), what)
+        flight = self._run_hook(current, bucket, what) if self.hook else self._average(bucket.payload(), what)
         current.flights.append(flight)
 
-    def _run_hook(self, current: BackwardPass, bucket: Bucket) -> Flight:
+    def _run_hook(self, current: BackwardPass, bucket: Bucket, what: Callable[[], str]) -> Flight:
         """Start the hook for a bucket when that for the bucket before is done.
 
         Note "hooks take turns": a hook may issue further collectives from callbacks on its first
@@ -130,8 +130,11 @@ class BucketLauncher:
         self.land(current)
         is_last = bucket.index == len(self._layout.buckets) - 1
         future = self.hook.function(self.hook.state, GradBucket(bucket, is_last))
+        on_cpu = self._layout.tail.device.type == "cpu"
         return Flight(
-            done=future.done, wait=future.wait, land=lambda: bucket.accept(_only_tensor(future.value()))
+            done=future.done,
+            wait=functools.partial(self._peers.wait_for_value, future, what) if on_cpu else future.wait,
+            land=lambda: bucket.accept(_only_tensor(future.value())),
         )
 
     @torch.no_grad()

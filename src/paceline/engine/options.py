@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
+from paceline.comm.coalesced import gather_objects
+from paceline.comm.waiting import Peers
 from paceline.engine.plan import BucketCaps
+
+# Attributes of a wrapper that decide which collectives are issued, and of what size.
+_DECIDED_BY_RANK_0 = (
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "find_unused_parameters",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "delayed_parameters",
+    "forward_sync_buffers",
+    "verify_replicas_every",
+    "mixed_precision",
+)
 
 
 @dataclass(frozen=True)
@@ -29,3 +46,24 @@ class ReducerOptions:
     eager: bool = True
     skip_unused: bool = False
     delayed: frozenset[str] = frozenset()
+
+
+def follow_rank_0(wrapper: Any, peers: Peers) -> None:
+    """Give ``wrapper`` the options that it has on rank 0, with a warning if they were others.
+
+    As torch's class does with bucket sizes. Every rank must call it.
+
+    Args:
+        wrapper: has the options as attributes.
+        peers: the ranks.
+    """
+    mine = {name: getattr(wrapper, name) for name in _DECIDED_BY_RANK_0}
+    rank_0s = gather_objects(mine, peers, lambda: "construction of the wrapper, comparison of its options")[0]
+    for name, value in rank_0s.items():
+        if value != mine[name]:
+            warnings.warn(
+                f"rank {peers.global_rank}: {name} is {mine[name]!r} here and {value!r} on rank "
+                f"{peers.in_job([0])[0]}, whose options hold on all ranks; write the same on all of them",
+                stacklevel=3,
+            )
+            setattr(wrapper, name, value)

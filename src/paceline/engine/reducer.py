@@ -342,7 +342,8 @@ class Reducer(TorchReducerNames):
         failed = self._peers.in_job(verdict.failed_ranks())
         if failed:
             StatisticsExchange.abandon()
-            raise self.statistics.note(PeerFailedError(words_for_failed_peer(rank, current.number, failed)))
+            words = words_for_failed_peer(self._peers, current.number, failed)
+            raise self.statistics.note(PeerFailedError(words))
         if not verdict.in_step():
             self._forwards, self.passes_finished = 0, max(verdict.pass_numbers)  # from here in step again
             raise self.statistics.note(

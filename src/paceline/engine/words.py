@@ -116,10 +116,14 @@ def words_for_out_of_step(rank: int, number: int, verdict: PassVerdict) -> str:
     )
 
 
-def words_for_failed_peer(rank: int, number: int, failed: list[int]) -> str:
-    """The text of the error for a backward that raised on other ranks."""
+def words_for_failed_peer(peers: Peers, number: int, failed: list[int]) -> str:
+    """The text of the error for a backward that raised on other ranks of the job.
+
+    A rank that ends by its exception tells it in the next moments; one that goes on does not.
+    """
+    said = peers.last_words_of(failed, patience_s=1.0) or " The exception stands in that rank's output."
     return (
-        f"rank {rank}, backward pass {number}: backward raised an exception on rank "
+        f"rank {peers.global_rank}, backward pass {number}: backward raised an exception on rank "
         f"{', '.join(map(str, failed))}, so this pass has no average; its gradients are dropped on every "
-        "rank. The exception stands in that rank's output."
+        f"rank.{said}"
     )

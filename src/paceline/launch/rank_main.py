@@ -68,7 +68,8 @@ def _show(error: BaseException, hide: tuple[str, ...]) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
+    sys.excepthook(type(error), error, trace)
 
 
 def _end_process_group(pid: int) -> None:
