@@ -93,6 +93,71 @@ def test_a_skipped_backward_is_an_error_on_every_rank_and_not_a_wrong_average():
         assert messages[2].startswith("RanksOutOfStepError") and "[3, 4]" in messages[2]
 
 
+def freeze_a(net):
+    net.a.requires_grad_(False)
+
+
+def thaw_b(net):
+    net.b.requires_grad_(True)
+
+
+CHANGES = {
+    freeze_a: "stopped training a.bias, a.weight",
+    thaw_b: "begun to train b.bias, b.weight",
+}
+
+
+def changed_unlike_the_others(rank, world, change, other_change, options):
+    net = Chain()
+    net.b.requires_grad_(False)
+    wrapper = DistributedDataParallel(net, **options)
+
+    def step(wrapper, number):
+        return caught(lambda: wrapper(rank_input(rank, number)).square().sum().backward())
+
+    messages = [step(wrapper, 0), step(wrapper, 1)]
+    if rank == 1:
+        change(net)
+    elif rank == 0 and other_change is not None:
+        other_change(net)
+    messages += [step(wrapper, 2), step(wrapper, 3)]
+    for parameter in net.parameters():
+        parameter.requires_grad_(True)
+    net.zero_grad()
+    messages.append(step(DistributedDataParallel(net), 4))
+    return messages, gradients(net)
+
+
+@pytest.mark.parametrize(
+    ("change", "other_change"), [(freeze_a, None), (thaw_b, None), (freeze_a, thaw_b)], ids=["a", "b", "both"]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_cap_mb": TINY_BUCKETS},
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+    ],
+    ids=["", "tiny", "skipping"],
+)
+def test_parameters_changed_on_some_ranks_alone_are_an_error_that_says_what_each_changed(
+    change, other_change, options
+):
+    def run(net, rank):
+        net(rank_input(rank, 4)).square().sum().backward()
+
+    wanted = mean_gradients(3, Chain, run)
+    found = run_ranks(changed_unlike_the_others, 3, change, other_change, options, timeout=60)
+    for rank, (messages, gradients_found) in enumerate(found):
+        assert messages[:2] == ["fine", "fine"]
+        for message in messages[2:4]:
+            assert message.startswith(f"RanksOutOfStepError: rank {rank}, backward pass 3")
+            assert f"rank 1 has {CHANGES[change]}" in message and "rank 2 has changed nothing" in message
+            assert f"rank 0 has {CHANGES.get(other_change, 'changed nothing')}" in message
+        assert messages[4] == "fine"
+        assert_gradients(gradients_found, wanted)
+
+
 def different_models(rank, world, kind):
     net = {
         "shape": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3 + rank)),

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _world
 
 from paceline.comm.waiting import Peers
@@ -43,7 +44,7 @@ def private_group(
     all_ranks = ranks == list(range(dist.get_world_size()))
     group: dist.ProcessGroup = dist.new_group(
         ranks,
-        timeout=_timeout_of(base, device),
+        timeout=timeout_of(base, device),
         backend=backend,
         use_local_synchronization=not all_ranks,
         group_desc=f"paceline:{purpose}",
@@ -74,7 +75,13 @@ def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(backends[device.type])
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long the group's collectives wait; None where its backend does not say."""
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long the group's collectives wait on this device; None where its backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def longest_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long the group's collectives wait at most, on any device."""
+    known = [timeout_of(group, device) for device in group._device_types]
+    return max((timeout for timeout in known if timeout is not None), default=default_pg_timeout)

@@ -96,6 +96,7 @@ class Peers:
         world_size: number of ranks of the group.
         global_rank: this rank within the whole job, which is what messages name.
         waited_s: seconds that this rank has waited for collectives so far, here.
+        between_slices: called while this rank waits; what it raises ends the wait.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -110,6 +111,7 @@ class Peers:
         self._told_exception = False
         self._known_neighbours: dict[int, Seat] | None = None
         self.waited_s = 0.0
+        self.between_slices: Callable[[], None] = lambda: None
         if self.world_size > 1:
             self._job_store.set(f"seat/{self.global_rank}", json.dumps([_host_identity(), os.getpid()]))
             leave_word_of_uncaught_exceptions()
@@ -214,6 +216,42 @@ class Peers:
         cause = self._cause_told_by_others() or (Cause("lost", lost) if lost else None)
         if cause is not None:
             raise self._failure(cause, what)
+        self.between_slices()
+
+    def exchange(self, key: str, mine: str, what: str, timeout: datetime.timedelta) -> list[str]:
+        """Every rank's text, by rank within the group: for what must be known before a collective is issued.
+
+        Args:
+            key: the same on all ranks, and used once.
+            mine: this rank's text.
+            what: says in an error what the exchange is for.
+            timeout: how long to wait for the last rank.
+
+        Raises:
+            CommunicationError: a rank did not come, or is gone; it is named.
+        """
+        self._quietly(lambda: self._store.set(f"{key}/{self.rank}", mine))
+        self._quietly(lambda: self._store.set(key, "announced"))
+        deadline = time.monotonic() + timeout.total_seconds()
+        with self._standing_in_line(what):
+            while True:
+                answers = [self._read(f"{key}/{rank}") for rank in range(self.world_size)]
+                texts = [answer for answer in answers if answer is not None]
+                if len(texts) == self.world_size:
+                    return texts
+                self._look_around(what)
+                if time.monotonic() > deadline:
+                    raise self.explain(RuntimeError("the exchange timed out"), what)
+                time.sleep(POLL_S / 10)
+
+    def is_announced(self, key: str) -> bool:
+        """Whether any rank has begun an exchange under this key."""
+        return self._read(key) is not None
+
+    def forget(self, key: str) -> None:
+        """Take back what this rank said in an exchange that all ranks have ended."""
+        self._quietly(lambda: self._store.delete_key(f"{key}/{self.rank}"))
+        self._quietly(lambda: self._store.delete_key(key))
 
     def tell_exception(self, error: BaseException) -> None:
         """Leave word of an exception on this rank, for those that will find it gone or absent."""

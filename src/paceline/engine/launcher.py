@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.waiting import Peers
+from paceline.engine.agreement import PlanAgreement
 from paceline.engine.backward_pass import BackwardPass, Flight
 from paceline.engine.bucket import Bucket, GradBucket, Slot
 from paceline.engine.comm_hooks import Averaging, CommHook
@@ -33,6 +34,7 @@ class BucketLauncher:
         averaging: how tensors are averaged.
         statistics: takes note of the first launch.
         skip_unused: whether trailing buckets wait for the tail and are left out if no rank needs them.
+        agreement: makes sure that all ranks launch buckets of the same parameters.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class BucketLauncher:
         averaging: Averaging,
         statistics: RunStatistics,
         skip_unused: bool,
+        agreement: PlanAgreement,
     ) -> None:
         self.hook: CommHook | None = None  # reduces buckets in place of averaging
         self._layout = layout
@@ -49,11 +52,13 @@ class BucketLauncher:
         self._averaging = averaging
         self._statistics = statistics
         self._skip_unused = skip_unused
+        self._agreement = agreement
 
     def launch_full(self, current: BackwardPass) -> None:
         """Launch every full bucket whose turn it is; those from ``_held_back`` on wait for the end."""
         buckets, end = self._layout.buckets, self._held_back()
         while current.next_launch < end and buckets[current.next_launch].pending == 0:
+            self._agree(current)
             self._launch(current, buckets[current.next_launch])
 
     def _held_back(self) -> int:
@@ -71,6 +76,7 @@ class BucketLauncher:
             current: the pass.
             report: gives what this rank says in the tail, once all buckets are filled.
         """
+        self._agree(current)
         for bucket in self._layout.buckets[current.next_launch : self._held_back()]:
             self._launch(current, bucket)
         if self._skip_unused:
@@ -102,6 +108,10 @@ class BucketLauncher:
             if any(slot.index not in nowhere for slot in bucket.slots):
                 self._launch(current, bucket)
         self.land(current)
+
+    def _agree(self, current: BackwardPass) -> None:
+        if current.next_launch == 0:
+            self._agreement.before_launch(self._layout.specs, current.number)
 
     def _write_tail(self, report: RankReport) -> None:
         self._layout.tail_layout.write(self._layout.tail, report)

@@ -34,6 +34,11 @@ class Lessons:
     users: list[int] | None = None
     unused: dict[int, int] | None = None
 
+    @property
+    def graph_is_static(self) -> bool:
+        """Whether every synchronising pass so far reached the same parameters equally often."""
+        return self.firings is not None and not self.graph_changed
+
 
 def agree_on_order(
     arrivals: list[int], count: int, peers: Peers, number: int, device: torch.device

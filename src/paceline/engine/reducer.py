@@ -35,7 +35,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.memory import memory_of
+from paceline.comm.private_group import longest_timeout
 from paceline.comm.waiting import Peers
+from paceline.engine.agreement import PlanAgreement
 from paceline.engine.arrivals import Arrivals
 from paceline.engine.backward_pass import BackwardPass
 from paceline.engine.bucket import Slot
@@ -94,12 +96,12 @@ class Reducer(TorchReducerNames):
             tail_alone=options.skip_unused,
             always_trailing=options.delayed,
         )
+        self._agreement = PlanAgreement(self._peers, self.layout.specs, longest_timeout(group))
         self._launcher = BucketLauncher(
-            self.layout, self._peers, Averaging(group), self.statistics, options.skip_unused
+            self.layout, self._peers, Averaging(group), self.statistics, options.skip_unused, self._agreement
         )
         self._looked = False  # at the module, in a forward since the last pass
-        self._detached = False
-        self._retired = False  # a newer wrapper averages
+        self._detached = self._retired = False  # retired: a newer wrapper averages
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
         self._forwards = 0  # training forwards outside no_sync; in the tail, they show a skipped backward
@@ -120,11 +122,13 @@ class Reducer(TorchReducerNames):
         Raises:
             UnusedParametersError: the last synchronising pass left parameters without gradient and
                 ``find_unused_parameters`` is False.
+            RanksOutOfStepError: in an earlier pass the ranks trained different parameters.
         """
         if self._retired and not owners_of_hooks(slot.parameter for slot in self.layout.slots):
             self._return()
         if self._detached or torch._C._current_graph_task_id() != -1:
             return []  # in the latter case, checkpointing recomputes inside a backward: the pass goes on
+        self._agreement.check()
         self._peers.withdraw_exception()
         if self._pass is not None:
             self._abandon(self._pass)
@@ -219,11 +223,6 @@ class Reducer(TorchReducerNames):
     def arrival_order(self) -> list[int] | None:
         """The order of arrival that the buckets follow, None before the first replanning."""
         return None if self._lessons.replan_due else self._lessons.order
-
-    @property
-    def graph_is_static(self) -> bool:
-        """Whether every synchronising pass so far reached the same parameters equally often."""
-        return self._lessons.firings is not None and not self._lessons.graph_changed
 
     def _check_unused(self) -> None:
         unused, self._lessons.unused = self._lessons.unused, None
@@ -384,6 +383,7 @@ class Reducer(TorchReducerNames):
 
     def _reset(self) -> None:
         self._looked = False
+        self._agreement.after_pass()
         self._arrivals.close()
         for slot in self.layout.slots:
             slot.firings = 0

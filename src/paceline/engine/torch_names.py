@@ -24,6 +24,7 @@ from paceline.engine.statistics import RunStatistics
 
 if TYPE_CHECKING:
     from paceline.engine.layout import BucketLayout
+    from paceline.engine.lessons import Lessons
     from paceline.engine.reducer import Reducer
 
 
@@ -249,10 +250,11 @@ class TorchReducerNames:
 
     layout: BucketLayout
     users_of_parameters: Callable[[], list[int]]
+    _lessons: Lessons
 
     def _get_local_used_map(self) -> Tensor:
         device = self.layout.tail.device
         return torch.tensor(self.users_of_parameters(), dtype=torch.int32, device=device)
 
     def _ddp_graph_static(self) -> bool:
-        return self.graph_is_static  # type: ignore[attr-defined,no-any-return]
+        return self._lessons.graph_is_static

@@ -1,0 +1,110 @@
+"""All ranks train other parameters from the same pass on, or all of them raise.
+
+Note "a plan that one rank changes alone": its buckets would meet buckets of other sizes.
+Gloo then ends a process ("terminate called", no exception), others mix memory or wait for
+ever. So a rank whose trained parameters are others than in the pass before launches nothing
+until all ranks have said through the store that theirs are, too. One that has not changed
+hears of it while it waits for the first bucket, and answers.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+from paceline.comm.waiting import Peers
+from paceline.engine.plan import ParameterSpec
+from paceline.errors import RanksOutOfStepError
+
+
+class PlanAgreement:
+    """Sees to it that a pass has buckets of the same parameters on all ranks.
+
+    Args:
+        peers: the ranks.
+        specs: what is trained now, on all ranks.
+        timeout: how long to wait for another rank.
+    """
+
+    def __init__(self, peers: Peers, specs: Sequence[ParameterSpec], timeout: timedelta) -> None:
+        self._peers = peers
+        self._agreed = specs
+        self._timeout = timeout
+        self._changes = 0  # on which all ranks have spoken
+        self._pass: int | None = None  # which runs without a change here
+        self._disagreement = ""
+        if peers.world_size > 1:
+            peers.between_slices = self._hear
+
+    def before_launch(self, specs: Sequence[ParameterSpec], number: int) -> None:
+        """Agree with the other ranks on what is trained, if that is not what it was in the pass before.
+
+        Args:
+            specs: what this rank trains in the pass.
+            number: of the pass.
+
+        Raises:
+            RanksOutOfStepError: on all ranks, saying what each has changed; from then on, always.
+        """
+        self.check()
+        if self._peers.world_size > 1 and specs is not self._agreed and specs != self._agreed:
+            self._exchange(specs, number)
+        self._agreed, self._pass = specs, number
+
+    def after_pass(self) -> None:
+        """The pass is over: what other ranks change from now on concerns the next."""
+        self._pass = None
+
+    def check(self) -> None:
+        """Raise if the ranks have disagreed: a bucket may be under way that will never land."""
+        if self._disagreement:
+            raise RanksOutOfStepError(self._disagreement)
+
+    def _hear(self) -> None:
+        if self._pass is not None and self._peers.is_announced(f"plan/{self._changes}"):
+            self._exchange(self._agreed, self._pass)
+
+    def _exchange(self, specs: Sequence[ParameterSpec], number: int) -> None:
+        what = f"backward pass {number}, agreement on the trained parameters, which have changed"
+        mine = json.dumps([_fingerprint(specs), _difference(self._agreed, specs)])
+        answers = self._peers.exchange(f"plan/{self._changes}", mine, what, self._timeout)
+        self._peers.forget(f"plan/{self._changes - 1}")
+        self._changes += 1
+        fingerprints, changes = zip(*map(json.loads, answers), strict=True)
+        if len(set(fingerprints)) > 1:
+            told = "; ".join(
+                f"rank {rank} has {change}"
+                for rank, change in zip(self._peers.in_job(range(len(changes))), changes, strict=True)
+            )
+            self._disagreement = (
+                f"rank {self._peers.global_rank}, backward pass {number}: the ranks do not train the same "
+                f"parameters. Since the pass before, {told}. Freeze, unfreeze, add, convert and replace "
+                "parameters on every rank before the same forward; wrap the module again to go on."
+            )
+        self.check()
+
+
+def _fingerprint(specs: Sequence[ParameterSpec]) -> int:
+    return zlib.crc32("\n".join(map(str, specs)).encode())
+
+
+def _difference(before: Sequence[ParameterSpec], now: Sequence[ParameterSpec]) -> str:
+    """What has changed between two passes, in words that follow "rank 0 has"."""
+    old, new = {spec.name: spec for spec in before}, {spec.name: spec for spec in now}
+    converted = [name for name in old.keys() & new.keys() if old[name] != new[name]]
+    parts = [
+        f"{verb} {_listed(sorted(names))}"
+        for verb, names in (
+            ("stopped training", old.keys() - new.keys()),
+            ("begun to train", new.keys() - old.keys()),
+            ("converted", converted),
+        )
+        if names
+    ]
+    return " and ".join(parts) or ("reordered its parameters" if before != now else "changed nothing")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"])
