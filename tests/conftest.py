@@ -7,9 +7,14 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Many small processes share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# On a busy machine an example takes as long as it takes.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

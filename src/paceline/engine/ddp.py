@@ -157,7 +157,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         check_caps(bucket_cap_mb, self.bucket_cap_mb_list)
         wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = True if wanted is None else wanted
-        self.mixed_precision = mixed_precision
         use_plain_keys(self)
         self.peers = Peers(self.process_group)
         if init_sync:
@@ -165,6 +164,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._follow_buffers()
         if init_sync:
             self._make_replicas_equal()
+        self.mixed_precision = mixed_precision
         self._build_reducer(self._private_group())
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -20,7 +20,6 @@ _DECIDED_BY_RANK_0 = (
     "delayed_parameters",
     "forward_sync_buffers",
     "verify_replicas_every",
-    "mixed_precision",
 )
 
 
