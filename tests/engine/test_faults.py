@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from paceline.engine.ddp import DistributedDataParallel
@@ -156,6 +157,46 @@ def test_parameters_changed_on_some_ranks_alone_are_an_error_that_says_what_each
             assert f"rank 0 has {CHANGES.get(other_change, 'changed nothing')}" in message
         assert messages[4] == "fine"
         assert_gradients(gradients_found, wanted)
+
+
+def failing_hook(rank, world, failing_bucket):
+    net = Chain()
+    wrapper = DistributedDataParallel(net, process_group=dist.new_group(), bucket_cap_mb=TINY_BUCKETS)
+    calls = []
+
+    def hook(state, bucket):
+        calls.append(bucket.index())
+        if rank == 1 and len(calls) > 6 and bucket.index() == failing_bucket:
+            raise ValueError("no scale for this bucket")
+        return default_hooks.allreduce_hook(wrapper.process_group, bucket)
+
+    wrapper.register_comm_hook(None, hook)
+
+    def step(wrapper, number):
+        return caught(lambda: wrapper(rank_input(rank, number)).square().sum().backward())
+
+    messages = [step(wrapper, number) for number in range(3)]
+    net.zero_grad()
+    messages.append(step(DistributedDataParallel(net), 3))
+    return messages, gradients(net)
+
+
+@pytest.mark.parametrize("failing_bucket", [0, 2])
+def test_a_communication_hook_that_raises_on_one_rank_is_an_error_on_all(failing_bucket):
+    def run(net, rank):
+        net(rank_input(rank, 3)).square().sum().backward()
+
+    wanted = mean_gradients(3, Chain, run)
+    for rank, (messages, found) in enumerate(run_ranks(failing_hook, 3, failing_bucket, timeout=60)):
+        fine, here, afterwards, wrapped_again = messages
+        assert fine == wrapped_again == "fine"
+        if rank == 1:
+            assert here == "ValueError: no scale for this bucket"
+        else:
+            assert here.startswith(f"PeerFailedError: rank {rank}, backward pass 2")
+        for message in [afterwards, *([here] if rank != 1 else [])]:
+            assert "rank 1 has raised ValueError: no scale for this bucket in its" in message
+        assert_gradients(found, wanted)
 
 
 def different_models(rank, world, kind):

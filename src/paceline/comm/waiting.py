@@ -230,8 +230,7 @@ class Peers:
         Raises:
             CommunicationError: a rank did not come, or is gone; it is named.
         """
-        self._quietly(lambda: self._store.set(f"{key}/{self.rank}", mine))
-        self._quietly(lambda: self._store.set(key, "announced"))
+        self.announce(key, mine)
         deadline = time.monotonic() + timeout.total_seconds()
         with self._standing_in_line(what):
             while True:
@@ -243,6 +242,11 @@ class Peers:
                 if time.monotonic() > deadline:
                     raise self.explain(RuntimeError("the exchange timed out"), what)
                 time.sleep(POLL_S / 10)
+
+    def announce(self, key: str, mine: str) -> None:
+        """This rank's part of an exchange, without waiting for the others'."""
+        self._quietly(lambda: self._store.set(f"{key}/{self.rank}", mine))
+        self._quietly(lambda: self._store.set(key, "announced"))
 
     def is_announced(self, key: str) -> bool:
         """Whether any rank has begun an exchange under this key."""

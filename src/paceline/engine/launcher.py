@@ -110,6 +110,7 @@ class BucketLauncher:
         self.land(current)
 
     def _agree(self, current: BackwardPass) -> None:
+        self._agreement.check()
         if current.next_launch == 0:
             self._agreement.before_launch(self._layout.specs, current.number)
 
@@ -139,7 +140,11 @@ class BucketLauncher:
         assert self.hook is not None
         self.land(current)
         is_last = bucket.index == len(self._layout.buckets) - 1
-        future = self.hook.function(self.hook.state, GradBucket(bucket, is_last))
+        try:
+            future = self.hook.function(self.hook.state, GradBucket(bucket, is_last))
+        except Exception as error:
+            self._agreement.give_up(error, current.number)
+            raise
         on_cpu = self._layout.tail.device.type == "cpu"
         return Flight(
             done=future.done,
