@@ -96,7 +96,7 @@ class Peers:
         world_size: number of ranks of the group.
         global_rank: this rank within the whole job, which is what messages name.
         waited_s: seconds that this rank has waited for collectives so far, here.
-        between_slices: called while this rank waits; what it raises ends the wait.
+        between_slices: called while this rank waits, and when a wait has failed; what it raises is the error.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -191,6 +191,7 @@ class Peers:
             left = self.last_words_of(error.ranks)
             text = f"rank {self.global_rank}: {what} failed{because}.{left} The process group said: {error}"
             return type(error)(text)
+        self.between_slices()  # a rank may have said why before it left
         timed_out = "timed out" in str(error).lower()
         cause = self._cause_told_by_others()
         if cause is None and timed_out:

@@ -96,7 +96,8 @@ class PlanAgreement:
 
     def _hear(self) -> None:
         if self._pass is not None and self._peers.is_announced(f"plan/{self._changes}"):
-            self._exchange(self._agreed, self._pass)
+            number, self._pass = self._pass, None  # heard once: the exchange waits, too
+            self._exchange(self._agreed, number)
 
     def _exchange(self, specs: Sequence[ParameterSpec], number: int) -> None:
         what = f"backward pass {number}, agreement on the trained parameters, which have changed"
