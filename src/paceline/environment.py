@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from paceline.errors import ArgumentError
 
+RECORDS = "PACELINE_RECORDS"  # a folder, or "off"
+
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -71,6 +73,12 @@ def wandb_project() -> str:
 def mlflow_experiment() -> str | None:
     """The MLflow experiment that the user names, if any."""
     return os.environ.get("MLFLOW_EXPERIMENT_NAME")
+
+
+def record_folder() -> str | None:
+    """Where this rank writes down what it does: named by the launcher, or by the user, or nowhere."""
+    folder = os.environ.get(RECORDS, "")
+    return None if folder in ("", "off") else folder
 
 
 def snapshot() -> dict[str, str]:

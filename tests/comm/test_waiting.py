@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from paceline.comm.waiting import Peers
-from paceline.errors import CommunicationError, PeerLostError
+from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
+from paceline.recorder.ring import recorder
 from tests.ranks import run_ranks
 
 
@@ -25,3 +29,33 @@ def test_a_collective_that_the_group_cannot_do_is_put_down_to_no_rank() -> None:
         assert words.startswith(f"rank {rank}: all-reduce of a table failed in the process group: ")
         assert "not implemented" in words
         assert f"rank {1 - rank}" not in words
+
+
+def one_rank_does_not_come(rank: int, world: int) -> str:
+    peers = Peers(dist.group.WORLD)
+    recorder().step = 118
+    if rank == 1:
+        recorder().phase("loading data")
+        time.sleep(6.0)
+        return ""
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        peers.wait(dist.all_reduce(torch.ones(1), async_op=True), lambda: "all-reduce of one")
+    return str(raised.value)
+
+
+def test_the_error_says_where_a_missing_rank_was_seen(tmp_path: Path) -> None:
+    """No launcher of ours is needed: the ranks of a host read each other's records."""
+    variables = {"PACELINE_RECORDS": str(tmp_path)}
+    told = run_ranks(one_rank_does_not_come, 2, timeout=60, group_timeout=3.0, environment=variables)[0]
+    assert "rank 1 did not come before the timeout" in told
+    assert "Rank 1 was asleep for" in told and "in one_rank_does_not_come, loading data (step 118)." in told
+
+
+def explained(rank: int, world: int) -> list[str]:
+    """Gloo's words, depending on which of its threads notices first."""
+    texts = ("Timed out waiting 5000ms for recv operation", "Application timeout caused pair closure")
+    return [type(Peers(dist.group.WORLD).explain(RuntimeError(text), "a sum")).__name__ for text in texts]
+
+
+def test_both_of_gloos_ways_to_say_that_time_is_up_are_understood() -> None:
+    assert run_ranks(explained, 2, timeout=60) == [["CollectiveTimeoutError"] * 2] * 2

@@ -15,6 +15,7 @@ import sys
 import torch.distributed as dist
 
 from paceline.comm.job_store import store_of_job
+from paceline.recorder.ring import recorder
 
 
 def leave_word_of_uncaught_exceptions() -> None:
@@ -30,6 +31,7 @@ def _leave_word_at_exit(pid: int) -> None:  # once for a process, and anew in on
 def _leave_word(pid: int) -> None:
     error = getattr(sys, "last_value", None)
     if error is not None and os.getpid() == pid and dist.is_initialized():
+        recorder().raised(in_words(error))
         with contextlib.suppress(RuntimeError):  # the store's host may be gone before us
             store_of_job().set(exception_key(dist.get_rank()), in_words(error))
 

@@ -51,6 +51,8 @@ from paceline.comm.several_hosts import SeveralHosts
 from paceline.comm.through_gloo import ComparedCalls, InnerGloo
 from paceline.comm.uncompiled import uncompiled
 from paceline.comm.work import JoinedWork, Worker
+from paceline.recorder.layout import Kind as Fact
+from paceline.recorder.ring import recorder
 
 logger = logging.getLogger("paceline")
 
@@ -74,6 +76,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a Python class can extend
         self._store, self._splits = store, 0
+        self._recorder, self._calls = recorder(), 0
+        self._names: dict[str, int] = {}  # of kinds of calls, in the record
         self._global_ranks = list(global_ranks) or list(range(size))
         self._inner = InnerGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         self._inner._set_sequence_number_for_group()
@@ -362,8 +366,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         finish: Callable[[], Any] | None,
     ) -> dist.Work:
         assert self._memory is not None
-        begin = self._memory.start if opts.asyncOp else self._memory.run
-        return begin(call, source, target, self._timeout_of(opts), results, finish)
+        self._note(Kind(call.kind).name, 0 if source is None else source.nbytes)
+        if opts.asyncOp:
+            return self._memory.start(call, source, target, self._timeout_of(opts), results, finish)
+        with self._recorder.waiting:
+            return self._memory.run(call, source, target, self._timeout_of(opts), results, finish)
+
+    def _note(self, kind: str, size: int) -> None:
+        """Record that this rank makes the group's next call."""
+        self._calls += 1
+        name = self._names.get(kind)
+        if name is None:
+            name = self._names[kind] = self._recorder.name(f"{kind} in process group {self.group_name}")
+        self._recorder.add(Fact.COLLECTIVE, self._calls, name, size)
 
     def _through_gloo(
         self,
@@ -375,6 +390,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         begin: Callable[[], dist.Work],
         results: Sequence[Tensor],
     ) -> dist.Work:
+        self._note(name, tensor.nbytes)
         if self._compared is None:
             return begin()
         return self._compared.start(name, tensor, numel, root, self._timeout_of(opts), begin, results)
@@ -393,6 +409,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not is_plain(tensor):
             return None
         wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        self._note("all_reduce", tensor.nbytes)
         return hosts.all_reduce(wire, opts.reduceOp, self._timeout_of(opts))
 
     def _reduce(self, kind: Kind, tensor: Tensor, opts: Any, root: int) -> dist.Work | None:

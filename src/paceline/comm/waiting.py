@@ -38,21 +38,26 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from paceline.comm.job_store import store_of_job
 from paceline.comm.last_words import exception_key, in_words, leave_word_of_uncaught_exceptions
 from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerFailedError, PeerLostError
+from paceline.recorder.reading import read_state
+from paceline.recorder.ring import recorder
+from paceline.recorder.words import whereabouts
 
 SLICE = datetime.timedelta(seconds=0.2)
 DEATH_GRACE_S = 1.0  # how long a connection may be broken before the process behind it is gone
 STORE_PATIENCE_S = 2.0
 POLL_S = 0.05
 # What process groups say when another rank is behind an error, and not the collective itself.
+_TIMEOUT = re.compile("timed out|application timeout", re.I)
 _CONNECTION = re.compile("connection|socket|peer|broken pipe|read error|write error|network|remote", re.I)
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank's process runs."""
+    """Where a rank's process runs, and where its record is, if it keeps one."""
 
     host: str
     pid: int
+    record: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,11 @@ class Peers:
         self._known_neighbours: dict[int, Seat] | None = None
         self.waited_s = 0.0
         self.between_slices: Callable[[], None] = lambda: None
+        self._recorder = recorder()
         if self.world_size > 1:
-            self._job_store.set(f"seat/{self.global_rank}", json.dumps([_host_identity(), os.getpid()]))
+            self._recorder.introduce(self.global_rank, dist.get_world_size())
+            seat = [_host_identity(), os.getpid(), self._recorder.path]
+            self._job_store.set(f"seat/{self.global_rank}", json.dumps(seat))
             leave_word_of_uncaught_exceptions()
 
     def in_job(self, ranks: Iterable[int]) -> list[int]:
@@ -171,11 +179,12 @@ class Peers:
     def _wait(self, wait_slice: Callable[[], bool], what: Callable[[], str]) -> None:
         began = time.perf_counter()
         try:
-            if self._explained(wait_slice, what):
-                return
-            with self._standing_in_line(what()):
-                while not self._explained(wait_slice, what):
-                    self._look_around(what())
+            with self._recorder.waiting:
+                if self._explained(wait_slice, what):
+                    return
+                with self._standing_in_line(what()):
+                    while not self._explained(wait_slice, what):
+                        self._look_around(what())
         finally:
             self.waited_s += time.perf_counter() - began
 
@@ -188,11 +197,11 @@ class Peers:
         """
         if isinstance(error, CommunicationError):  # the group knows the ranks itself
             because = f", because {error.reason}" if error.reason else ""
-            left = self.last_words_of(error.ranks)
+            left = self.last_words_of(error.ranks) + self._last_seen(error.ranks)
             text = f"rank {self.global_rank}: {what} failed{because}.{left} The process group said: {error}"
             return type(error)(text)
         self.between_slices()  # a rank may have said why before it left
-        timed_out = "timed out" in str(error).lower()
+        timed_out = _TIMEOUT.search(str(error)) is not None
         cause = self._cause_told_by_others()
         if cause is None and timed_out:
             cause = self._cause_of_silence("absent", what)
@@ -261,6 +270,7 @@ class Peers:
     def tell_exception(self, error: BaseException) -> None:
         """Leave word of an exception on this rank, for those that will find it gone or absent."""
         self._told_exception = True
+        self._recorder.raised(in_words(error))
         self._quietly(lambda: self._job_store.set(exception_key(self.global_rank), in_words(error)))
 
     def withdraw_exception(self) -> None:
@@ -272,7 +282,7 @@ class Peers:
     def _failure(self, cause: Cause, what: str, said: str = "") -> CommunicationError:
         self._tell_others(cause)
         kind = CollectiveTimeoutError if cause.kind in ("absent", "apart") else PeerLostError
-        left = self.last_words_of(cause.ranks)
+        left = self.last_words_of(cause.ranks) + self._last_seen(cause.ranks)
         return kind(f"rank {self.global_rank}: {what} failed, because {cause.in_words()}.{left}{said}")
 
     def last_words_of(self, ranks: Iterable[int], patience_s: float = 0.0) -> str:
@@ -290,6 +300,14 @@ class Peers:
                 return told
             time.sleep(POLL_S)
 
+    def _last_seen(self, ranks: Iterable[int]) -> str:
+        """Where these ranks were, as far as they keep records on this host, as sentences to append."""
+        neighbours = self._neighbours()
+        records = [neighbours[rank].record for rank in ranks if rank in neighbours]
+        states = [read_state(Path(record)) for record in records if record]
+        now = time.monotonic()
+        return "".join(f" Rank {state.rank} was {whereabouts(state, now)}." for state in states if state)
+
     @contextlib.contextmanager
     def _standing_in_line(self, what: str) -> Iterator[None]:
         """Say in the store that we wait; a wait that fails leaves the word standing on purpose.
@@ -297,6 +315,7 @@ class Peers:
         Unless a peer's exception was the reason: then all ranks go on.
         """
         key = f"waiting/{self.global_rank}"
+        self._recorder.say(what)
         self._quietly(lambda: self._job_store.set(key, what))
         try:
             yield

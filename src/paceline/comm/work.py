@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.comm.native import Operation, Status
 from paceline.errors import CollectiveTimeoutError, CommunicationError
+from paceline.recorder.ring import recorder
 
 SLICE_S = 0.1  # handlers of signals run between slices
 _FOREVER = datetime.timedelta(0)
@@ -129,15 +130,19 @@ class SharedMemoryWork(dist.Work):
             RanksOutOfStepError: ranks called different collectives.
         """
         left = timeout.total_seconds()
-        forever = left <= 0
-        while True:
-            status = self._operation.wait(SLICE_S if forever else min(left, SLICE_S))
-            if status != Status.PENDING:
-                return self._conclude(status)
-            if not forever:
-                left -= SLICE_S
-                if left <= 0:
-                    raise CollectiveTimeoutError(f"this wait timed out after {timeout.total_seconds():g} s")
+        if left <= 0:
+            return self._wait_for_ranks()
+        while (status := self._operation.wait(min(left, SLICE_S))) == Status.PENDING:
+            left -= SLICE_S
+            if left <= 0:
+                raise CollectiveTimeoutError(f"this wait timed out after {timeout.total_seconds():g} s")
+        return self._conclude(status)
+
+    def _wait_for_ranks(self) -> bool:
+        with recorder().waiting:
+            while (status := self._operation.wait(SLICE_S)) == Status.PENDING:
+                pass
+            return self._conclude(status)
 
     def is_completed(self) -> bool:
         """Whether it is done or failed."""
@@ -254,12 +259,13 @@ class TaskWork(dist.Work):
     def wait(self, timeout: datetime.timedelta = _FOREVER) -> bool:
         """Wait until the result is there; ``SharedMemoryWork.wait`` says what is raised."""
         seconds = timeout.total_seconds()
-        if not self._done.wait(seconds if seconds > 0 else None):
-            raise CollectiveTimeoutError(f"this wait timed out after {seconds:g} s")
-        self.claimed = True
-        if self._error is not None:
-            raise self._error
-        return True
+        if seconds > 0:
+            if not self._done.wait(seconds):
+                raise CollectiveTimeoutError(f"this wait timed out after {seconds:g} s")
+            return self._conclude()
+        with recorder().waiting:
+            self._done.wait()
+            return self._conclude()
 
     def is_completed(self) -> bool:
         """Whether it is done or failed."""
@@ -268,6 +274,12 @@ class TaskWork(dist.Work):
     def is_success(self) -> bool:
         """Whether it is done and did not fail."""
         return self._done.is_set() and self._error is None
+
+    def _conclude(self) -> bool:
+        self.claimed = True
+        if self._error is not None:
+            raise self._error
+        return True
 
     def synchronize(self) -> None:
         """The same as ``wait``."""

@@ -22,7 +22,7 @@ from paceline.engine.comm_hooks import Averaging, CommHook
 from paceline.engine.layout import BucketLayout
 from paceline.engine.statistics import RunStatistics
 from paceline.engine.usage import PassVerdict, RankReport
-from paceline.engine.words import name_bucket, name_tail
+from paceline.engine.words import name_bucket, name_only_bucket, name_tail
 
 
 class BucketLauncher:
@@ -122,7 +122,13 @@ class BucketLauncher:
             bucket.fill()
         bucket.launched = True
         current.next_launch = bucket.index + 1
-        self._statistics.launched()
+        name = (self._layout.plan.fingerprint, bucket.index)
+        self._statistics.launched(current.number, name, functools.partial(self._describe, bucket))
+
+    def _describe(self, bucket: Bucket) -> str:
+        size = sum(slot.parameter.nbytes for slot in bucket.slots)
+        names = [slot.name for slot in bucket.slots]
+        return f"{name_only_bucket(bucket.index, len(self._layout.buckets), names)} of {size:,} bytes"
 
     def _take_off(self, current: BackwardPass, bucket: Bucket) -> None:
         names = [slot.name for slot in bucket.slots]

@@ -129,6 +129,7 @@ class Reducer(TorchReducerNames):
         if self._detached or torch._C._current_graph_task_id() != -1:
             return []  # in the latter case, checkpointing recomputes inside a backward: the pass goes on
         self._agreement.check()
+        self.statistics.forward_begins(self.passes_finished + 1)
         self._peers.withdraw_exception()
         if self._pass is not None:
             self._abandon(self._pass)
@@ -145,6 +146,7 @@ class Reducer(TorchReducerNames):
         """After a forward: see the outermost start of a backward that begins at these tensors."""
         if self._detached:
             return
+        self.statistics.forward_ends(self.passes_finished + 1)
         hook = call_weakly(self._output_reached)
         for tensor in outputs:
             if tensor.grad_fn is not None and not is_marked(tensor, self):
@@ -246,7 +248,7 @@ class Reducer(TorchReducerNames):
     def _begin_pass(self, engaged: bool) -> BackwardPass:
         self._settle(self.layout.replaced_or_frozen if self._looked else self.layout.changed)
         current = self._pass = BackwardPass(self.passes_finished + 1, self.synchronise, engaged)
-        self.statistics.backward_begins()
+        self.statistics.backward_begins(current.number)
         at_end_of_backward(self._finish, self._abandon, current)
         self._arrivals.open()
         for bucket in self.layout.buckets:
@@ -313,7 +315,7 @@ class Reducer(TorchReducerNames):
         try:
             self._take_in(current)
             _call_all(self.at_backward_end)
-            self.statistics.backward_ends()
+            self.statistics.backward_ends(current.number)
             if current.synchronises and current.engaged and self.layout.buckets:
                 self._launcher.launch_rest(current, functools.partial(self._report, current))
                 self._conclude(current, self._launcher.read_tail(current))
@@ -332,7 +334,7 @@ class Reducer(TorchReducerNames):
         nowhere = verdict.held_nowhere()
         for bucket in self.layout.buckets:
             bucket.hand_back(nowhere)
-        self.statistics.communication_ends(sum(bucket.launched for bucket in self.layout.buckets))
+        self.statistics.communication_ends(current.number, sum(b.launched for b in self.layout.buckets))
         self._learn(current, verdict)
         self._compare_graph(current)
 

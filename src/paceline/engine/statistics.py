@@ -1,5 +1,7 @@
 """How long the phases of a step take on this rank, and the last error: what torch calls logging data.
 
+It is told of every phase, and so hands them on to this rank's record.
+
 A few clock readings a step, in nanoseconds. As in torch, every step is kept for the first
 ten and every ``sample_rate``-th afterwards.
 """
@@ -7,7 +9,11 @@ ten and every ``sample_rate``-th afterwards.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+
+from paceline.recorder.layout import Kind
+from paceline.recorder.ring import Recorder, recorder
 
 ALWAYS_KEPT = 10
 
@@ -65,6 +71,15 @@ class RunStatistics:
     _now: StepTimes = field(default_factory=StepTimes)
     _sums: dict[str, int] = field(default_factory=dict)
     _samples: int = 0
+    _recorder: Recorder = field(default_factory=recorder)
+
+    def forward_begins(self, number: int) -> None:
+        """A forward starts whose backward may be part of the ``number``-th pass."""
+        self._recorder.add(Kind.FORWARD, number)
+
+    def forward_ends(self, number: int) -> None:
+        """The module's forward is through."""
+        self._recorder.add(Kind.FORWARD_ENDED, number)
 
     def step_begins(self) -> None:
         """A training forward starts: keep what the step before it took, if it is sampled."""
@@ -73,20 +88,30 @@ class RunStatistics:
         self.steps += 1
         self._now = StepTimes(forward_start=time.time_ns())
 
-    def backward_begins(self) -> None:
-        """The first sign of a backward."""
+    def backward_begins(self, number: int) -> None:
+        """The first sign of a backward; it, or the next that synchronises, is the ``number``-th."""
+        self._recorder.add(Kind.BACKWARD, number)
         self._now.backward_start = time.time_ns()
 
-    def launched(self) -> None:
-        """A bucket was launched."""
+    def launched(self, number: int, bucket: Hashable, words: Callable[[], str]) -> None:
+        """A bucket was launched.
+
+        Args:
+            number: of the pass.
+            bucket: stands for the bucket of its plan.
+            words: gives its name and its parameters', called at its first launch.
+        """
+        self._recorder.add(Kind.LAUNCHED, number, self._recorder.name_of(bucket, words))
         self._now.first_launch = self._now.first_launch or time.time_ns()
 
-    def backward_ends(self) -> None:
+    def backward_ends(self, number: int) -> None:
         """All gradients of this rank are there."""
+        self._recorder.add(Kind.BACKWARD_ENDED, number)
         self._now.backward_end = time.time_ns()
 
-    def communication_ends(self, buckets_reduced: int) -> None:
-        """All averages are there."""
+    def communication_ends(self, number: int, buckets_reduced: int) -> None:
+        """All averages of the ``number``-th pass are there."""
+        self._recorder.add(Kind.PASS_FINISHED, number)
         self._now.communication_end = time.time_ns()
         self.buckets_reduced = buckets_reduced
 

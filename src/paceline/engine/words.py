@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 def name_bucket(number: int, position: int, count: int, names: Sequence[str]) -> str:
     """What a rank waits for: the pass, the bucket (counted from 1) and its parameters."""
+    return f"backward pass {number}, all-reduce of {name_only_bucket(position, count, names)}"
+
+
+def name_only_bucket(position: int, count: int, names: Sequence[str]) -> str:
+    """The bucket (counted from 1) and its parameters."""
     shown = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
-    return f"backward pass {number}, all-reduce of bucket {position + 1} of {count} ({shown})"
+    return f"bucket {position + 1} of {count} ({shown})"
 
 
 def name_tail(number: int) -> str:

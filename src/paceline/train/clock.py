@@ -14,22 +14,28 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from paceline.recorder.ring import recorder
+
 PHASES = ("data", "forward and backward", "waiting", "optimizer", "other")
 
 
 class Phase:
-    """A block that is timed every time it runs; waiting within it does not count.
+    """A block that is timed every time it runs, and recorded; waiting within it does not count.
 
     Args:
+        name: what the record calls it.
         waited: seconds that this rank has waited so far.
     """
 
-    def __init__(self, waited: Callable[[], float]) -> None:
+    def __init__(self, name: str, waited: Callable[[], float]) -> None:
         self.seconds = 0.0
+        self._name = name
+        self._recorder = recorder()
         self._waited = waited
         self._began = 0.0
 
     def __enter__(self) -> None:
+        self._recorder.phase(self._name)
         self._began = time.perf_counter() - self._waited()
 
     def __exit__(
@@ -48,7 +54,9 @@ class Clock:
     def __init__(self, waited: Callable[[], float]) -> None:
         self._waited = waited
         self._began, self._waited_before = time.perf_counter(), waited()
-        self.data, self.compute, self.optimizer = Phase(waited), Phase(waited), Phase(waited)
+        self.data = Phase("loading data", waited)
+        self.compute = Phase("forward and backward", waited)
+        self.optimizer = Phase("the optimizer's step", waited)
 
     @property
     def total(self) -> float:

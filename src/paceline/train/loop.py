@@ -35,6 +35,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import ArgumentError
+from paceline.recorder.ring import recorder
 from paceline.train import checkpoints, interruption, report
 from paceline.train.feeds import StepData
 from paceline.train.neftune import noisy_embeddings
@@ -91,6 +92,7 @@ def _run_epoch(run: Run) -> None:
     trainer.fire("on_epoch_begin")
     ended = False
     while not ended:
+        recorder().step, recorder().micro_batch = trainer.state.global_step + 1, 0
         with run.clock.data:
             data = run.feed.next_step()
         if data is None:
@@ -132,6 +134,7 @@ def _run_one_step(run: Run, data: StepData) -> None:
     state.num_input_tokens_seen += tokens
     state.global_step += 1
     state.epoch = run.epoch + run.step / run.feed.steps
+    recorder().phase("after the optimizer's step")
     _empty_cache_if_due(trainer)
     trainer.fire("on_step_end")
     _log_evaluate_save(run, outcome)
@@ -150,6 +153,7 @@ def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
         _evaluate(run)
         _agree(trainer)
     if trainer.control.should_save:
+        recorder().phase("saving a checkpoint")
         trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer.control.should_save = False
         trainer.fire("on_save")
@@ -196,6 +200,7 @@ def _log(run: Run, outcome: StepOutcome | None) -> None:
 def _evaluate(run: Run, moves_schedule: bool = True) -> None:
     trainer = run.trainer
     trainer.control.should_evaluate = False
+    recorder().phase("evaluation")
     _settle_before_forks(trainer)
     metrics = trainer._evaluate(None, run.ignore_keys)
     if moves_schedule and isinstance(trainer.lr_scheduler, ReduceLROnPlateau):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.optim.clipping import clip_gradient, gradient_norm
+from paceline.recorder.ring import recorder
 from paceline.train import losses
 from paceline.train.clock import Clock
 from paceline.train.data import batch_size_of
@@ -97,6 +98,7 @@ def accumulate(trainer: Trainer, micro_batches: Sequence[MicroBatch], total: int
     loss = torch.zeros((), device=device)
     for number, micro_batch in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
+        recorder().micro_batch = number
         own = own_items(trainer, micro_batch)
         countable = takes_total or int(own) > 0
         inputs = micro_batch.inputs if countable else losses.with_countable_labels(micro_batch.inputs)

@@ -1,0 +1,1 @@
+"""Facts, written and read."""
