@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paceline import environment
 from paceline.about import about
+from paceline.diagnose.afterwards import explain
 from paceline.errors import ArgumentError, PacelineError
 from paceline.launch.config_file import default_config_file, find_config_file
 from paceline.launch.flags import add_launch_arguments, config_from
@@ -60,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         "--config_file", "--config-file", metavar="FILE", help="where to (default: where Accelerate looks)"
     )
     config.set_defaults(run=_config)
+    diagnose = commands.add_parser("diagnose", help="what happened in a run, from the files it left")
+    diagnose.add_argument(
+        "folder", metavar="RUN_DIR", type=Path, help="folder that the launcher's report names"
+    )
+    diagnose.set_defaults(run=_diagnose)
     env = commands.add_parser("env", help="what a bug report needs to say")
     env.set_defaults(run=_env)
     return parser
@@ -94,6 +100,12 @@ def _config(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
     path = Path(understood.config_file or default_config_file(environment.snapshot()))
     write(ask(input), path)
     print(f"written to {path}; `paceline launch` and `accelerate launch` read it", file=sys.stderr)
+    return 0
+
+
+def _diagnose(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    _refuse(unknown)
+    print(explain(understood.folder), end="")
     return 0
 
 

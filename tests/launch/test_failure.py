@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.launch.coordinator import _ending
 from paceline.launch.failure import (
     Ending,
     describe,
@@ -15,6 +16,9 @@ from paceline.launch.failure import (
     last_traceback,
     only_lost_peers,
 )
+from paceline.launch.job import Events, judge
+from paceline.launch.member import _fields
+from paceline.recorder.reading import RankState
 
 
 def traceback(exception: str) -> str:
@@ -140,3 +144,74 @@ def test_the_ranks_own_prefix_and_later_noise_are_left_out() -> None:
     text = "".join(f"[rank1]: {line}\n" for line in traceback("ValueError: boom").splitlines())
     noise = "[rank1]:[W1129 18:07:06.290 ProcessGroupNCCL.cpp:1] Warning: destroy_process_group() ...\n"
     assert last_traceback("epoch 1\n" + text + noise) == traceback("ValueError: boom").rstrip()
+
+
+TIMED_OUT = traceback("paceline.errors.CollectiveTimeoutError: rank 0: bucket 1 failed, because rank 1 ...")
+WAITS = RankState(0, waits_for="bucket 1 of 1 (w)", waits_since=60.0, waits_until=90.0, wait_failed=True)
+LOADS = RankState(
+    1, seen=99.9, line="train.py:41", line_since=59.0, doing="data loading", asleep=True, stands=True
+)
+
+
+def hang(**of_rank_1: Any) -> list[Ending]:
+    seen = {"looked_at": 100.0}
+    return [
+        ending(0, 1, 100.0, TIMED_OUT, state=WAITS, **seen),
+        ending(1, -15, 102.0, stopped=True, state=LOADS, **seen, **of_rank_1),
+    ]
+
+
+def test_who_was_waited_for_is_the_cause_and_the_last_word() -> None:
+    assert first_failure(hang()).rank == 1
+    assert exit_status(first_failure(hang())) == 1
+    report = describe(hang(), attempt=0, max_restarts=0).splitlines()
+    assert report[0] == "paceline launch: rank 1 held up the others (alive, pid 101)"
+    assert report[1].startswith("paceline launch: rank 0 failed after it (exit code 1): paceline.errors.Coll")
+    assert report[2].startswith(
+        "paceline launch: rank 1 held up the others: it was asleep in data loading for 41 s at train.py:41. "
+        "Rank 0 had waited 30 s for bucket 1 of 1 (w). "
+    )
+    assert describe(hang(), attempt=0, max_restarts=0, quiet=True).splitlines() == report[2:]
+
+
+def test_a_stopped_rank_is_told_with_who_waited_for_it() -> None:
+    report = describe(hang(frozen=True), attempt=0, max_restarts=0).splitlines()
+    assert "Rank 0 had waited 30 s for bucket 1 of 1 (w)." in report[-2]
+    assert "rank 1 was stopped (SIGSTOP" in report[-1]
+
+
+def test_an_exception_outweighs_what_the_records_tell() -> None:
+    endings = hang()
+    endings[1] = ending(1, 1, 99.0, traceback("ValueError: boom"), state=LOADS, looked_at=100.0)
+    assert last_lines(endings, 1) == ["[rank1]: ValueError: boom"]
+
+
+def test_a_rank_that_only_computed_when_a_connection_broke_is_not_blamed() -> None:
+    busy = RankState(1, seen=100.0, phase="backward pass 7", waits_since=99.0)
+    endings = [
+        ending(0, 1, 100.0, LOST, state=WAITS, looked_at=100.0),
+        ending(1, -15, 102.0, stopped=True, state=busy, looked_at=100.0),
+    ]
+    assert first_failure(endings).rank == 0
+
+
+def test_who_interrupts_a_hang_is_told_whose_it_was() -> None:
+    endings = [ending(rank, -2, 101.0, stopped=True, state=state, looked_at=100.0)
+               for rank, state in enumerate((WAITS, LOADS))]  # fmt: skip
+    lines = judge(Events(endings, told=("", 2)), 0, 0).report.splitlines()
+    assert lines[0].startswith("paceline launch: rank 1 held up the others: it was asleep in data loading")
+    assert lines[1].startswith("paceline launch: ended by SIGINT")
+    assert len(judge(Events(endings, told=("", 2)), 0, 0, quiet=True).report.splitlines()) == 1
+
+
+def test_what_a_lost_hosts_peers_waited_for_is_told() -> None:
+    endings = [ending(0, 1, 100.0, LOST, state=WAITS, looked_at=100.0)]
+    report = judge(Events(endings, lost=["h1: its launcher ended"]), 0, 0).report
+    assert report.splitlines()[-1] == "paceline launch: Rank 0 had waited 30 s for bucket 1 of 1 (w)."
+
+
+def test_what_ranks_recorded_travels_between_hosts() -> None:
+    member: Any = type("OfAnotherHost", (), {"name": "h1", "clock": 1000.0})
+    travelled = _ending(member, json.loads(json.dumps(_fields(hang()[1]))))
+    assert travelled.state == LOADS.moved(1000.0)
+    assert (travelled.looked_at, travelled.host) == (1100.0, "h1")

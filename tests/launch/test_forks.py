@@ -38,7 +38,8 @@ seen = {
     "stdin": [sys.stdin.read(), sys.stdin.name, sys.stdin.mode, sys.stdin is sys.__stdin__],
     "descriptors": sorted(int(n) for n in os.listdir("/proc/self/fd"))[:3],
     "environment": {n: v for n, v in os.environ.items()
-                    if n not in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")},
+                    if n not in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+                                 "PACELINE_RECORDS")},
 }
 import numpy, torch
 seen["torch threads"] = torch.get_num_threads()

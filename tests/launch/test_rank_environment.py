@@ -98,3 +98,10 @@ def test_gloo_uses_the_network_that_the_hosts_share() -> None:
     assert rank_environment({}, SEAT, meeting, error_file="x")["GLOO_SOCKET_IFNAME"] == "eth3"
     mine = {"GLOO_SOCKET_IFNAME": "ib0"}
     assert rank_environment(mine, SEAT, meeting, error_file="x")["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_records_go_where_this_run_keeps_them_unless_turned_off() -> None:
+    for inherited, expected in ((None, "/run/records"), ("/of/an/outer/run", "/run/records"), ("off", "off")):
+        shared = {} if inherited is None else {"PACELINE_RECORDS": inherited}
+        found = rank_environment(shared, SEAT, MEETING, error_file="/run/error.json", records="/run/records")
+        assert found["PACELINE_RECORDS"] == expected

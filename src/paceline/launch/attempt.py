@@ -7,6 +7,7 @@ stop()    signal -> grace -> SIGKILL to everything that is left of the run -> dr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from paceline.diagnose.afterwards import REPORT
 from paceline.errors import LaunchError
 from paceline.launch.config import LaunchConfig
 from paceline.launch.failure import Ending
@@ -33,6 +35,7 @@ from paceline.launch.rank_process import (
     rank_program,
 )
 from paceline.launch.terminal import copy_size, open_channel
+from paceline.recorder.reading import RankState, read_folder
 
 _LAST_THREADS = 2.0  # seconds for all threads of a killed rank to be gone; only then is its end reported
 _LOOK = 0.02  # seconds between two looks at ranks that are about to end
@@ -60,11 +63,26 @@ class AttemptFolder:
         logs: folder of the run for the user's logs, if any are wanted.
         scratch: folder of the run that goes when the run does.
         attempt: number of the attempt, from 0.
+        kept: folder of the run that stays when it fails.
     """
 
     logs: Path | None
     scratch: Path
     attempt: int
+    kept: Path
+
+    @property
+    def records(self) -> Path:
+        """Where the ranks record what they do."""
+        return self.kept / f"attempt_{self.attempt}" / "records"
+
+    def write_report(self, text: str) -> None:
+        """Keep what was shown at the end, for ``paceline diagnose``."""
+        with contextlib.suppress(OSError):
+            self.records.mkdir(parents=True, exist_ok=True)
+            aside = self.records.parent / ".report.txt"
+            aside.write_text(text)
+            aside.rename(self.records.parent / REPORT)
 
     def error_file(self, local_rank: int) -> Path:
         """Where torch elastic's ``@record`` in this rank writes an exception; makes the folder."""
@@ -119,6 +137,8 @@ class Attempt:
         self._stderr: dict[int, RankStream] = {}
         self._terminals: list[tuple[int, int]] = []  # (the real one, the rank's that follows its size)
         self._pump: Pump | None = None
+        self._states: dict[int, RankState] = {}
+        self._looked_at: float | None = None
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
         """Start every rank; call it from the main thread only (see the leash in ``rank_process.py``).
@@ -147,6 +167,8 @@ class Attempt:
             rank.poll()
         for real, pseudo in self._terminals:
             copy_size(real, pseudo)
+        if self.failed:
+            self._take_stock()
         return self.failed or not self.running
 
     @property
@@ -162,6 +184,10 @@ class Attempt:
     def endings(self) -> list[Ending]:
         """How the ranks that have ended did so."""
         return [self._ending(rank) for rank in self._ranks if rank.exit_code is not None]
+
+    def states(self) -> dict[int, RankState]:
+        """What the ranks of this host are doing, by rank, as far as they record it."""
+        return read_folder(self.folder.records)
 
     def wait(self, seconds: float, until: Callable[[], bool]) -> None:
         """Give the ranks time to end by themselves.
@@ -200,6 +226,7 @@ class Attempt:
             Whether all that the ranks wrote has been passed on.
         """
         self.someone_is_frozen()  # each remembers it, as the signal below would hide it
+        self._take_stock()
         for rank in self._ranks:
             # A Python rank may still need its data loading workers, to get to a checkpoint;
             # another program (a shell, say) does not pass signals on to what it started.
@@ -219,6 +246,11 @@ class Attempt:
         self._guardian.watch([])
         for rank in self._ranks:
             rank.reap()
+
+    def _take_stock(self) -> None:
+        """Once, before ranks are stopped: what was each doing?"""
+        if self._looked_at is None:
+            self._states, self._looked_at = self.states(), time.monotonic()
 
     def _drain(self, limit: float | None, hurry: Callable[[], bool]) -> bool:
         if self._pump is None:
@@ -297,6 +329,8 @@ class Attempt:
             error_file=_read(self.folder.error_file(local_rank)),
             log=str(log) if log and logged else None,
             frozen=rank.was_stopped,
+            state=self._states.get(rank.seat.rank),
+            looked_at=self._looked_at or rank.ended_at,
         )
 
 

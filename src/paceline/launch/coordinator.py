@@ -31,6 +31,7 @@ from paceline.launch.config import Hosts
 from paceline.launch.failure import Ending
 from paceline.launch.job import Events, Verdict, judge
 from paceline.launch.wire import BEAT, PROTOCOL, Connection
+from paceline.recorder.reading import RankState
 
 _PATIENCE = 3.0  # seconds of silence that make a host lost when others have failed
 _TELL = 5.0  # seconds between two lines about hosts that are waited for
@@ -377,11 +378,13 @@ def _listen(port: int) -> socket.socket:
 
 def _ending(member: Member, fields: dict[str, Any]) -> Ending:
     """A rank's ending as its host told it, with its times on our clock."""
-    at = fields["traceback_at"]
+    at, state = fields["traceback_at"], fields.get("state")
     moved = {
         "host": member.name,
         "ended_at": fields["ended_at"] + member.clock,
         "traceback_at": None if at is None else at + member.clock,
+        "looked_at": fields.get("looked_at", 0.0) + member.clock,
+        "state": None if state is None else RankState.from_json(state).moved(member.clock),
     }
     return Ending(**{**fields, **moved})
 

@@ -23,7 +23,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.errors import CollectiveTimeoutError, PeerFailedError, PeerLostError
+from paceline.diagnose.comparison import Finding, compare, context, skipped_backward
+from paceline.errors import CollectiveTimeoutError, PeerFailedError, PeerLostError, RanksOutOfStepError
+from paceline.recorder.reading import RankState
 
 _HEADER = "Traceback (most recent call last):"
 _CHAINED = (
@@ -36,6 +38,7 @@ _LOST_A_PEER = re.compile(
     "|".join(error.__name__ for error in (PeerLostError, PeerFailedError, CollectiveTimeoutError))
     + r"|Dist(Backend|Network|Store)Error|[Gg]loo|NCCL|Connection (closed by|reset by) peer|Broken pipe"
 )
+_OUT_OF_STEP = RanksOutOfStepError.__name__
 _GLOO_ABORTED = "terminate called without an active exception"
 _LAST_LINES = 15
 _SHUT_DOWN = 10.0  # seconds that an interpreter which raised may take to be gone
@@ -63,6 +66,8 @@ class Ending:
         log: path of the file that holds its whole stderr, if there is one.
         frozen: it was found stopped, as by SIGSTOP, when the others had failed.
         host: where it ran; empty when there is only one host.
+        state: what it was doing when ranks failed, if it recorded that.
+        looked_at: when that was read.
     """
 
     rank: int
@@ -76,6 +81,8 @@ class Ending:
     log: str | None = None
     frozen: bool = False
     host: str = ""
+    state: RankState | None = None
+    looked_at: float = 0.0
 
     @property
     def name(self) -> str:
@@ -125,6 +132,9 @@ def first_failure(endings: Sequence[Ending]) -> Ending:
     """The ending that the others follow from (see the notes above). One of ``endings`` must have failed."""
     failures = [ending for ending in endings if ending.failed]
     earliest = min(failures, key=lambda ending: (ending.lost_a_peer, ending.failed_at))
+    if _OUT_OF_STEP in earliest.reason:  # all ranks raise it, at the same moment
+        skipped = _skipped(endings)
+        return next((e for e in failures if skipped is not None and e.rank in skipped.culprits), earliest)
     if not earliest.lost_a_peer:
         return earliest
     # The cause may still have been shutting down when the launcher stopped everybody.
@@ -139,7 +149,24 @@ def first_failure(endings: Sequence[Ending]) -> Ending:
     if caught:
         return min(caught, key=lambda ending: ending.failed_at)
     absent = [ending for ending in endings if ending.frozen or (ending.exit_code == 0 and not ending.stopped)]
-    return min(absent, key=lambda ending: (not ending.frozen, ending.ended_at), default=earliest)
+    if absent:
+        return min(absent, key=lambda ending: (not ending.frozen, ending.ended_at))
+    found = held_up(endings)
+    culprits = found.culprits if found is not None else ()
+    return next((ending for ending in endings if ending.rank in culprits), earliest)
+
+
+def held_up(endings: Sequence[Ending]) -> Finding | None:
+    """What the ranks' records say when all that is known is that ranks waited; None if they do not tell."""
+    return compare(_states(endings), max((ending.looked_at for ending in endings), default=0.0))
+
+
+def _skipped(endings: Sequence[Ending]) -> Finding | None:
+    return skipped_backward(_states(endings))
+
+
+def _states(endings: Sequence[Ending]) -> list[RankState]:
+    return [ending.state for ending in endings if ending.state is not None]
 
 
 def only_lost_peers(endings: Sequence[Ending]) -> bool:
@@ -166,14 +193,17 @@ def describe(endings: Sequence[Ending], *, attempt: int, max_restarts: int, quie
     """
     cause = first_failure(endings)
     if quiet:
-        return _own_words(cause)
+        return _own_words(cause, endings, story="")
     others = sorted((e for e in endings if e is not cause), key=lambda ending: ending.rank)
     attempts = f", attempt {attempt + 1} of {max_restarts + 1}" if max_restarts else ""
-    lines = [f"{cause.name} failed first ({_how(cause)}, pid {cause.pid}{attempts})"]
+    failed = "held up the others" if _waited_for(cause) else "failed first"
+    lines = [f"{cause.name} {failed} ({_how(cause)}, pid {cause.pid}{attempts})"]
     lines += [_consequence(ending, cause) for ending in others]
     if cause.log:
         lines.append(f"all that {cause.name} wrote to stderr: {cause.log}")
-    return "".join(f"paceline launch: {line}\n" for line in lines) + _own_words(cause)
+    return "".join(f"paceline launch: {line}\n" for line in lines) + _own_words(
+        cause, endings, _story(cause, endings)
+    )
 
 
 def last_traceback(text: str) -> str:
@@ -213,6 +243,8 @@ def _recorded_traceback(error_file: str | None) -> str:
 def _how(ending: Ending) -> str:
     if ending.frozen:
         return "found stopped, as by SIGSTOP"
+    if _waited_for(ending):
+        return "alive"
     if ending.stopped:
         return "stopped while it shut down"
     if ending.broke_in_shutdown:
@@ -226,6 +258,8 @@ def _consequence(ending: Ending, cause: Ending) -> str:
     if ending.failed:
         reason = f": {ending.reason[:200]}" if ending.reason else ""
         return f"{ending.name} failed after it ({_how(ending)}){reason}"
+    if ending.frozen:
+        return f"{ending.name} was found stopped, as by SIGSTOP"
     if ending.stopped:
         reason = f", already failing with {ending.reason[:200]}" if _ends_in_traceback(ending) else ""
         how = " with SIGKILL, for it did not end on SIGTERM" if ending.exit_code == -signal.SIGKILL else ""
@@ -235,27 +269,45 @@ def _consequence(ending: Ending, cause: Ending) -> str:
     return f"{ending.name} had finished (exit code 0{when})"
 
 
-def _own_words(cause: Ending) -> str:
+def _waited_for(ending: Ending) -> bool:
+    """Whether it is the cause because the others waited for it in vain, being alive and well itself."""
+    return ending.stopped and not ending.frozen and not _ends_in_traceback(ending)
+
+
+def _own_words(cause: Ending, endings: Sequence[Ending], story: str) -> str:
     """The traceback of the first failure, each line with its rank; without one, what is known instead."""
     if cause.frozen:
-        return _absent(cause, "was stopped (SIGSTOP, or a debugger), and the others waited for it in vain")
+        return _absent(cause, "was stopped (SIGSTOP, or a debugger), and the others waited in vain", story)
     if cause.exit_code == 0:
-        return _absent(cause, "ended its script (exit code 0) while others still communicated; all ranks "
-                              "must run as many steps, and leave together")  # fmt: skip
+        what = "ended its script (exit code 0) while others still communicated"
+        return _absent(cause, f"{what}; all ranks must run as many steps, and leave together", story)
     if cause.crashed:
-        return _native_words(cause)
+        return story + _native_words(cause)
+    if _waited_for(cause) or cause.lost_a_peer:
+        found = held_up(endings)
+        if found is not None:
+            return f"paceline launch: {found.text}\n"
     if cause.traceback:
-        return _rank_lines(cause.rank, cause.traceback)
+        skipped = _skipped(endings) if _OUT_OF_STEP in cause.reason else None
+        last = f"paceline launch: {skipped.text}\n" if skipped is not None else ""
+        return ("" if last else story) + _rank_lines(cause.rank, cause.traceback) + last
     said = _last_lines(cause)
     if not said:
         nothing = f"{cause.name} wrote nothing to stderr before it ended with {_how(cause)}"
-        return f"paceline launch: {nothing}\n"
+        return f"{story}paceline launch: {nothing}\n"
     lead = f"paceline launch: the last that {cause.name} wrote to stderr:\n"
-    return lead + _rank_lines(cause.rank, said)
+    return story + lead + _rank_lines(cause.rank, said)
 
 
-def _absent(cause: Ending, what: str) -> str:
-    return f"paceline launch: {cause.name} {what}\n"
+def _story(cause: Ending, endings: Sequence[Ending]) -> str:
+    """Where the cause was and what the others waited for, as far as that was recorded."""
+    others = _states([ending for ending in endings if ending is not cause])
+    text = context(cause.state, others, cause.looked_at, with_line=not cause.traceback)
+    return f"paceline launch: {text}\n" if text else ""
+
+
+def _absent(cause: Ending, what: str, story: str) -> str:
+    return f"{story}paceline launch: {cause.name} {what}\n"
 
 
 def _native_words(cause: Ending) -> str:

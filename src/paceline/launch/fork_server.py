@@ -265,7 +265,9 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     """
     if not sys.flags.safe_path:
         sys.path[0] = "/nonexistent"  # not this folder, whose modules have common names
-    environment, rank_main = _borrow(source, "paceline.environment", "paceline.launch.rank_main")
+    environment, rank_main, recorder = _borrow(
+        source, "paceline.environment", "paceline.launch.rank_main", "paceline.recorder.ring"
+    )
     for module in ("torch.distributed", "numpy.random"):
         importlib.import_module(module)
     gc.collect()
@@ -280,6 +282,7 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
         os._exit(0)
     _prepare(rank, environment)
     request = rank.request
+    recorder.observe()
     rank_main.run(request["kind"], request["name"], *request["arguments"], hide=(__file__,))
 
 

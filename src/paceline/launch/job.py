@@ -24,7 +24,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import LaunchError
-from paceline.launch.failure import Ending, describe, exit_status, first_failure, only_lost_peers
+from paceline.launch.failure import (
+    Ending,
+    describe,
+    exit_status,
+    first_failure,
+    held_up,
+    only_lost_peers,
+)
+from paceline.recorder.words import waits
 
 LOOPBACK = "127.0.0.1"
 
@@ -178,7 +186,9 @@ def judge(
         host, number = events.told
         where = f" (on {host})" if host else ""
         line = f"ended by {signal.Signals(number).name}{where}; no process of the run is left"
-        return Verdict(again=False, status=128 + number, report=_line(line))
+        hang = None if quiet else held_up(events.endings)
+        report = (_line(hang.text) if hang is not None else "") + _line(line)
+        return Verdict(again=False, status=128 + number, report=report)
     failed = any(ending.failed for ending in events.endings)
     if events.lost and (not failed or only_lost_peers(events.endings)):
         again = elastic or restarts < max_restarts
@@ -186,6 +196,7 @@ def judge(
         for ending in [] if quiet else events.endings:
             if ending.failed:
                 report += _line(f"{ending.name} failed after it: {ending.reason[:200]}")
+        report += _what_the_rest_waited_for(events.endings)
         return _perhaps_again(report, again, not elastic, 1, restarts, max_restarts)
     if failed:
         report = describe(events.endings, attempt=restarts, max_restarts=max_restarts, quiet=quiet)
@@ -196,6 +207,12 @@ def judge(
         report += "".join(_line(f"host {host} leaves") for host in events.left)
         return Verdict(True, 0, report + _line("starting all ranks again, on the hosts that are there"))
     return Verdict(again=False, status=0)
+
+
+def _what_the_rest_waited_for(endings: Sequence[Ending]) -> str:
+    states = [ending.state for ending in endings if ending.state is not None]
+    text = waits(states, max((ending.looked_at for ending in endings), default=0.0))
+    return _line(text) if text else ""
 
 
 def _perhaps_again(

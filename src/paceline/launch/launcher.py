@@ -29,6 +29,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from paceline import environment
+from paceline.diagnose.stragglers import StragglerWatch
 from paceline.errors import LaunchError
 from paceline.launch.attempt import Attempt, AttemptFolder, Screens
 from paceline.launch.config import LaunchConfig
@@ -36,7 +37,7 @@ from paceline.launch.devices import VISIBLE, start_counting
 from paceline.launch.failure import only_lost_peers
 from paceline.launch.forks import ForkServer, Interrupted
 from paceline.launch.guardian import Guardian
-from paceline.launch.job import Job, LocalJob, Outcome, Round
+from paceline.launch.job import Job, LocalJob, Outcome, Round, Verdict
 from paceline.launch.member import HostsJob
 from paceline.launch.rank_environment import Meeting, RankSeat, rank_environment, shared_environment
 from paceline.launch.rank_process import may_fork, rank_program
@@ -44,6 +45,7 @@ from paceline.launch.signals import SignalInbox
 
 _LAST_WORDS = 0.1  # seconds for what a failed rank wrote last to be read, and for others to fail with it
 _SETTLE = 1.0  # seconds to wait for the cause when all that is known is that a peer was lost
+_STRAGGLER_LOOK = 2.0  # seconds between two looks at what the ranks record
 _GRACE_AFTER_FAILURE = 2.0  # seconds a rank has to end after another one failed
 _OUTPUT_LIMIT = 2.0  # seconds for whoever reads our output to take the rest, once we were told to end
 _GRACE_AFTER_INTERRUPT = 5.0  # seconds a rank has to end after Ctrl-C, with somebody waiting for it
@@ -67,12 +69,17 @@ def launch(config: LaunchConfig) -> int:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:12]}"
     logs = _log_folder(config, run_id)
     scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
+    kept = logs or Path(tempfile.mkdtemp(prefix="paceline-run-"))
     inherited = environment.snapshot()
+    launcher: _Launcher | None = None
     try:
         with SignalInbox(config.signals) as inbox, Guardian(run_id, str(scratch), inherited) as guardian:
-            return _Launcher(config, run_id, logs, scratch, guardian, inbox).run(inherited)
+            launcher = _Launcher(config, run_id, logs, scratch, kept, guardian, inbox)
+            return launcher.run(inherited)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        if logs is None and not (launcher and launcher.ranks_failed):
+            shutil.rmtree(kept, ignore_errors=True)
 
 
 class _Launcher:
@@ -84,10 +91,14 @@ class _Launcher:
         run_id: str,
         logs: Path | None,
         scratch: Path,
+        kept: Path,
         guardian: Guardian,
         inbox: SignalInbox,
     ) -> None:
         self._config, self._run_id, self._logs, self._scratch = config, run_id, logs, scratch
+        self._kept = kept
+        self._stragglers, self._looked_at = StragglerWatch(), time.monotonic()
+        self.ranks_failed = False  # in any round; then what they recorded is kept
         self._guardian, self._inbox = guardian, inbox
         self._screens = Screens.of_this_process()
         self._reader_stuck = False
@@ -139,16 +150,31 @@ class _Launcher:
             now = job.next_round()
             if now.listener is not None:
                 server.open_store(now.listener, now.master_addr)
-            verdict = job.settle(self._run_round(job, now, server, shared))
-            self._write(verdict.report)
+            folder = AttemptFolder(self._logs, self._scratch, now.number, self._kept)
+            outcome = self._run_round(job, now, folder, server, shared)
+            verdict = job.settle(outcome)
+            self._report(verdict, outcome, folder)
             if not verdict.again:
                 return verdict.status
             server.close_stores()
 
-    def _run_round(self, job: Job, now: Round, server: ForkServer, shared: Mapping[str, str]) -> Outcome:
+    def _report(self, verdict: Verdict, outcome: Outcome, folder: AttemptFolder) -> None:
+        """Show how a round ended, and keep it beside what the ranks recorded, if ranks failed."""
+        failed = outcome.told is None and bool(verdict.report) and (verdict.status != 0 or verdict.counted)
+        if failed:
+            self.ranks_failed = True
+            folder.write_report(verdict.report)
+            if not self._config.quiet:
+                self._write(
+                    f"paceline launch: what the ranks recorded is in {self._kept} (paceline diagnose)\n"
+                )
+        self._write(verdict.report)
+
+    def _run_round(
+        self, job: Job, now: Round, folder: AttemptFolder, server: ForkServer, shared: Mapping[str, str]
+    ) -> Outcome:
         """Start this host's ranks and watch them; none of their processes is left afterwards."""
         fork = may_fork(self._config) and server.obstacle() is None
-        folder = AttemptFolder(self._logs, self._scratch, now.number)
         seats = _seats(now)
         attempt = Attempt(
             self._config, self._run_id, self._screens, self._guardian, folder, seats,
@@ -165,6 +191,7 @@ class _Launcher:
                         meeting,
                         role=self._config.role,
                         error_file=str(folder.error_file(seat.local_rank)),
+                        records=str(folder.records),
                     )
                     for seat in seats
                 }
@@ -186,6 +213,7 @@ class _Launcher:
                 attempt.pass_on(number)
             if attempt.poll():
                 break
+            self._look_for_stragglers(attempt)
             time.sleep(self._config.look)
         else:
             return
@@ -193,6 +221,15 @@ class _Launcher:
             job.announce_failure()
         attempt.wait(_LAST_WORDS, until=lambda: False)
         attempt.wait(_SETTLE, until=lambda: self._cause_is_known(attempt))
+
+    def _look_for_stragglers(self, attempt: Attempt) -> None:
+        now = time.monotonic()
+        if self._config.quiet or now - self._looked_at < _STRAGGLER_LOOK:
+            return
+        self._looked_at = now
+        line = self._stragglers.look(attempt.states(), now)
+        if line is not None:
+            self._write(f"paceline launch: {line}\n")
 
     def _cause_is_known(self, attempt: Attempt) -> bool:
         endings = attempt.endings()

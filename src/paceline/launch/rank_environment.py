@@ -11,6 +11,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.environment import RECORDS
+
 
 @dataclass(frozen=True)
 class RankSeat:
@@ -67,7 +69,13 @@ def shared_environment(
 
 
 def rank_environment(
-    shared: Mapping[str, str], seat: RankSeat, meeting: Meeting, *, role: str = "default", error_file: str
+    shared: Mapping[str, str],
+    seat: RankSeat,
+    meeting: Meeting,
+    *,
+    role: str = "default",
+    error_file: str,
+    records: str = "off",
 ) -> dict[str, str]:
     """The whole environment of one rank: what all share, and the rank's place on top.
 
@@ -77,8 +85,10 @@ def rank_environment(
         meeting: where the ranks meet, and in which attempt.
         role: the ranks' ROLE_NAME.
         error_file: where `torch.distributed.elastic`'s ``@record`` writes an exception.
+        records: folder where it records what it does.
     """
     environment = {**shared, **_torchrun_variables(seat, meeting, role, error_file)}
+    environment[RECORDS] = "off" if shared.get(RECORDS) == "off" else records
     if meeting.interface is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
     return environment

@@ -15,6 +15,7 @@ tracebacks begin with the script's own frames. Runs as a script itself, or in a 
 from __future__ import annotations
 
 import atexit
+import importlib
 import io
 import os
 import runpy
@@ -43,6 +44,18 @@ def run(kind: str, name: str, *arguments: str, hide: tuple[str, ...] = ()) -> No
         atexit.unregister(end)
         _show(error, hide)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _observe() -> None:
+    """Have it recorded where the script stands. Leaves no module, as the script may have its own paceline."""
+    source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path.insert(0, source)
+    try:
+        importlib.import_module("paceline.recorder.ring").observe()
+    finally:
+        sys.path.remove(source)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "paceline"]:
+            del sys.modules[name]
 
 
 def _run_as_main(kind: str, name: str, arguments: list[str]) -> None:
@@ -82,4 +95,5 @@ def _end_process_group(pid: int) -> None:
 
 
 if __name__ == "__main__":
+    _observe()
     run(*sys.argv[1:])

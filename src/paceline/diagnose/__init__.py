@@ -1,0 +1,1 @@
+"""Comparing the ranks' records, and saying in words what they come to."""

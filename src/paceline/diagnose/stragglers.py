@@ -1,0 +1,109 @@
+"""A rank that is alive but slow, noticed while the run goes on.
+
+Every rank records how long it has waited for others in all. Who makes the others wait hardly waits itself:
+over a stretch of time, the rank that waited least, while all others waited for a good part of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.recorder.reading import RankState
+from paceline.recorder.words import seconds, whereabouts
+
+STRETCH_S = 20.0  # seconds that are compared
+QUIET_S = 60.0  # seconds between two lines
+_MUCH = 0.3  # share of the stretch that the others wait beyond what the straggler waits
+_FIRST_PASSES = 3  # in which compilers and caches warm up
+_HANGS_S = 10.0  # seconds in one wait from which on it is no slowness but a hang
+
+
+@dataclass
+class StragglerWatch:
+    """Compares looks at the ranks' records. Times are seconds of one monotonic clock.
+
+    Attributes:
+        told_at: when a line was last given out.
+    """
+
+    told_at: float | None = None
+    _since: float = 0.0
+    _before: Mapping[int, RankState] = field(default_factory=dict)
+    _lines: dict[int, Counter[str]] = field(default_factory=dict)
+
+    def look(self, states: Mapping[int, RankState], now: float) -> str | None:
+        """Take in a look at all ranks of a host; a line to show, at most once a minute.
+
+        Args:
+            states: by rank.
+            now: when they were read.
+        """
+        if states.keys() != self._before.keys() or not all(map(_has_begun, self._before.values())):
+            self._begin(states, now)
+            return None
+        for rank, state in states.items():
+            if not state.waits_for and state.line:
+                self._lines.setdefault(rank, Counter())[_place(state)] += 1
+        if now - self._since < STRETCH_S:
+            return None
+        line = _hang(states, now) or self._straggler(states, now)
+        self._begin(states, now)
+        if line is None or (self.told_at is not None and now - self.told_at < QUIET_S):
+            return None
+        self.told_at = now
+        return line
+
+    def _begin(self, states: Mapping[int, RankState], now: float) -> None:
+        self._since, self._before, self._lines = now, states, {}
+
+    def _straggler(self, states: Mapping[int, RankState], now: float) -> str | None:
+        stretch, before = now - self._since, self._before
+        waited = {rank: _waited(s, now) - _waited(before[rank], self._since) for rank, s in states.items()}
+        if len(waited) < 2:
+            return None
+        slow = min(waited, key=lambda rank: waited[rank])
+        others = min(share for rank, share in waited.items() if rank != slow)
+        share = (others - waited[slow]) / stretch
+        if share < _MUCH:
+            return None
+        steps = states[slow].passes - before[slow].passes
+        return (
+            f"rank {slow} is slower than the others, who waited for it {share:.0%} of the time over the last "
+            f"{stretch:.0f} s ({steps} steps). It was {self._mostly(slow)}"
+        )
+
+    def _mostly(self, rank: int) -> str:
+        """Where a rank spent the time in which it did not wait."""
+        seen = self._lines.get(rank, Counter())
+        shares = [f"{count / seen.total():.0%} of its time {place}" for place, count in seen.most_common(2)]
+        return " and ".join(shares) or "not seen at any line"
+
+
+def _has_begun(state: RankState) -> bool:
+    """Whether start-up is behind it; without the engine, whether it communicates at all."""
+    return state.passes >= _FIRST_PASSES or (not state.passes and state.waited_s > 0)
+
+
+def _waited(state: RankState, now: float) -> float:
+    """Seconds waited so far, the wait that is under way included."""
+    open_wait = now - state.waits_since if state.waits_for and not state.wait_failed else 0.0
+    return state.waited_s + open_wait
+
+
+def _hang(states: Mapping[int, RankState], now: float) -> str | None:
+    """All others have been in one wait for so long that it is no slowness."""
+    waiting = [s for s in states.values() if s.waits_for and now - s.waits_since > _HANGS_S]
+    absent = [s for s in states.values() if not s.waits_for]
+    if not waiting or len(absent) != 1 or len(waiting) != len(states) - 1:
+        return None
+    waited = seconds(min(now - s.waits_since for s in waiting))
+    return (
+        f"rank {absent[0].rank} has kept the others waiting for {waited}, for {waiting[0].waits_for}. "
+        f"It is {whereabouts(absent[0], now)}"
+    )
+
+
+def _place(state: RankState) -> str:
+    return f"in {state.doing}, at {state.line}" if state.doing else f"at {state.line}"

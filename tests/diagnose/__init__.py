@@ -1,0 +1,1 @@
+"""What the ranks' records come to."""

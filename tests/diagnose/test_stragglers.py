@@ -1,0 +1,66 @@
+"""A slow rank is told while the run goes on, and a run in order is left in peace."""
+
+from __future__ import annotations
+
+from paceline.diagnose.stragglers import QUIET_S, STRETCH_S, StragglerWatch
+from paceline.recorder.reading import RankState
+
+LOADS = {"line": "train.py:41 in load", "doing": "data loading", "stands": True}
+
+
+def run(watch: StragglerWatch, shares: list[float], until: float, start: float = 0.0) -> list[str]:
+    """Looks every 2 s at ranks that wait these shares of the time, and load data otherwise."""
+    told, now = [], start
+    while now <= until:
+        states = {
+            rank: RankState(rank, waited_s=share * now, passes=int(10 + now), **LOADS)
+            for rank, share in enumerate(shares)
+        }
+        line = watch.look(states, now)
+        told += [line] if line else []
+        now += 2.0
+    return told
+
+
+def test_the_rank_that_others_wait_for_is_named_with_its_share_and_its_line() -> None:
+    told = run(StragglerWatch(), [0.5, 0.6, 0.02], STRETCH_S + 1)
+    assert told == [
+        "rank 2 is slower than the others, who waited for it 48% of the time over the last 20 s (20 steps). "
+        "It was 100% of its time in data loading, at train.py:41 in load"
+    ]
+
+
+def test_at_most_one_line_a_minute() -> None:
+    watch = StragglerWatch()
+    assert len(run(watch, [0.5, 0.0], QUIET_S)) == 1
+    assert len(run(watch, [0.5, 0.0], 2 * QUIET_S + 2, start=QUIET_S + 2)) == 1
+
+
+def test_ranks_that_wait_alike_are_no_news() -> None:
+    assert run(StragglerWatch(), [0.5, 0.5, 0.45], 5 * STRETCH_S) == []
+    assert run(StragglerWatch(), [0.0, 0.0], 5 * STRETCH_S) == []
+    assert run(StragglerWatch(), [0.9], 5 * STRETCH_S) == []
+    assert run(StragglerWatch(), [], 5 * STRETCH_S) == []
+
+
+def test_one_rank_that_waits_more_than_the_rest_is_no_straggler() -> None:
+    assert run(StragglerWatch(), [0.6, 0.0, 0.0], 5 * STRETCH_S) == []
+
+
+def test_the_first_passes_do_not_count() -> None:
+    watch, now = StragglerWatch(), 0.0
+    while now < 3 * STRETCH_S:
+        states = {rank: RankState(rank, waited_s=now * (1 - rank), passes=2) for rank in range(2)}
+        assert watch.look(states, now) is None
+        now += 2.0
+
+
+def test_a_hang_is_told_with_where_the_missing_rank_stands() -> None:
+    watch, told = StragglerWatch(), []
+    waits = {"waits_for": "backward pass 7, all-reduce of bucket 1 of 1 (w)", "waits_since": 0.0}
+    for now in range(0, 60, 2):
+        missing = RankState(1, passes=6, seen=now, line_since=0.0, asleep=True, **LOADS)
+        told.append(watch.look({0: RankState(0, passes=7, **waits), 1: missing}, float(now)))
+    lines = [line for line in told if line]
+    assert len(lines) == 1
+    assert "rank 1" in lines[0] and "backward pass 7" in lines[0] and "train.py:41" in lines[0]
