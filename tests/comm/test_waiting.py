@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_the_error_says_where_a_missing_rank_was_seen(tmp_path: Path) -> None:
     variables = {"PACELINE_RECORDS": str(tmp_path)}
     told = run_ranks(one_rank_does_not_come, 2, timeout=60, group_timeout=3.0, environment=variables)[0]
     assert "rank 1 did not come before the timeout" in told
-    assert "Rank 1 was asleep for" in told and "in one_rank_does_not_come, loading data (step 118)." in told
+    assert re.search(r"Rank 1 was .*loading data \(step 118\)\.", told)
 
 
 def explained(rank: int, world: int) -> list[str]:

@@ -215,3 +215,16 @@ def test_what_ranks_recorded_travels_between_hosts() -> None:
     travelled = _ending(member, json.loads(json.dumps(_fields(hang()[1]))))
     assert travelled.state == LOADS.moved(1000.0)
     assert (travelled.looked_at, travelled.host) == (1100.0, "h1")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_of_ranks_out_of_step_the_one_that_skipped_is_the_cause(stopped: bool) -> None:
+    apart = traceback("paceline.errors.RanksOutOfStepError: backward pass 5: the ranks are out of step")
+    ranks = [RankState(rank, passes=5, forwards={5: 1 + rank}) for rank in range(2)]
+    endings = [
+        ending(0, 1, 100.0, apart, state=ranks[0], looked_at=100.0),
+        ending(1, -15 if stopped else 1, 100.5, apart, stopped=stopped, state=ranks[1], looked_at=100.0),
+    ]
+    assert first_failure(endings).rank == 1
+    assert "rank 1 ran 2: rank 1 skipped a backward" in last_lines(endings, 1)[0]
+    assert "RanksOutOfStepError" in last_lines(endings, 2)[0]

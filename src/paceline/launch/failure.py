@@ -134,7 +134,8 @@ def first_failure(endings: Sequence[Ending]) -> Ending:
     earliest = min(failures, key=lambda ending: (ending.lost_a_peer, ending.failed_at))
     if _OUT_OF_STEP in earliest.reason:  # all ranks raise it, at the same moment
         skipped = _skipped(endings)
-        return next((e for e in failures if skipped is not None and e.rank in skipped.culprits), earliest)
+        raised = [ending for ending in endings if _OUT_OF_STEP in ending.reason]
+        return next((e for e in raised if skipped is not None and e.rank in skipped.culprits), earliest)
     if not earliest.lost_a_peer:
         return earliest
     # The cause may still have been shutting down when the launcher stopped everybody.
