@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def what_failing_launches_keep_goes_with_the_tests() -> Iterator[None]:
+    """What ranks recorded is kept in the temporary folder when they failed, as many are meant to."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="launches-") as folder:
+        patch.setitem(os.environ, "TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)
