@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.train import rules
+from paceline.train.weighing import Weighing, weighted
 from paceline.train.whereabouts import DistributedState
 
 if TYPE_CHECKING:
     from paceline.train.accelerator_config import AcceleratorConfig
     from paceline.train.arguments import TrainingArguments
-    from paceline.train.weighing import Weighing
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,6 +36,7 @@ class Accelerator:
 
     Attributes:
         state: where this rank stands.
+        mixed_precision: no, bf16 or fp16.
         scaler: of the loss, with fp16; else None.
         sync_gradients: whether the micro-batch at work is its step's last.
         optimizer_step_was_skipped: whether the last step was, because of its gradient.
@@ -48,7 +49,8 @@ class Accelerator:
     def __init__(self, args: TrainingArguments, weighing: Callable[[], Weighing]) -> None:
         self._args, self._weighing = args, weighing
         self.state = DistributedState(args.device)
-        precise = args.mixed_precision != "fp16"
+        self.mixed_precision = args.mixed_precision
+        precise = self.mixed_precision != "fp16"
         self.scaler = None if precise else torch.amp.GradScaler(args.device.type)
         self.sync_gradients = True
         self.optimizer_step_was_skipped = False
@@ -91,11 +93,6 @@ class Accelerator:
     def distributed_type(self) -> str:
         """NO, MULTI_CPU, MULTI_GPU ..."""
         return self.state.distributed_type
-
-    @property
-    def mixed_precision(self) -> str:
-        """no, bf16 or fp16."""
-        return self._args.mixed_precision
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -198,11 +195,10 @@ class Accelerator:
 
     def backward(self, loss: Tensor, **settings: Any) -> None:
         """Backward of the micro-batch at work: the loss times its weight, and scaled for fp16."""
-        weight = self._weighing().factor()
-        weighted = loss * torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
+        own_part = weighted(loss, self._weighing().factor())
         if self.scaler is not None:
-            weighted = self.scaler.scale(weighted)
-        weighted.backward(**settings)
+            own_part = self.scaler.scale(own_part)
+        own_part.backward(**settings)
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
         """A block whose backwards leave their gradients on this rank."""

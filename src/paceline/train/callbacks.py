@@ -117,6 +117,8 @@ class CallbackHandler:
 
     def __init__(self, callbacks: Iterable[Any], model: Any, processing_class: Any) -> None:
         self.callbacks: list[Any] = []
+        self._listeners: dict[str, list[Any]] = {}
+        self._known: list[Any] = []
         self.model, self.processing_class = model, processing_class
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
@@ -187,9 +189,8 @@ class CallbackHandler:
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call `event` of every callback; returns the control to go on with."""
-        for callback in self.callbacks:
-            method = getattr(callback, event, None)
-            result = method and method(
+        for method in self._listening(event):
+            result = method(
                 args,
                 state,
                 control,
@@ -205,6 +206,16 @@ class CallbackHandler:
         return control
 
 
+    def _listening(self, event: str) -> list[Any]:
+        """The callbacks' methods for `event`; most do nothing on most events, which comes for nothing."""
+        if self._known != self.callbacks or event == "on_train_begin":
+            self._known, self._listeners = list(self.callbacks), {}
+        if event not in self._listeners:
+            listening = [each for each in self.callbacks if has_event(each, event)]
+            self._listeners[event] = [getattr(each, event) for each in listening]
+        return self._listeners[event]
+
+
 def exports_state(callback: Any) -> bool:
     """Whether a callback has a state to be saved: a method `state` that gives args and attributes."""
     return callable(getattr(type(callback), "state", None))
@@ -212,7 +223,7 @@ def exports_state(callback: Any) -> bool:
 
 def has_event(callback: Any, event: str) -> bool:
     """Whether a callback does something on `event`, rather than inherit a base's empty method."""
-    method = getattr(type(callback), event, None) or getattr(callback, event, None)
+    method = getattr(callback, event, None)
     return method is not None and getattr(method, "__qualname__", "") != f"TrainerCallback.{event}"
 
 

@@ -11,12 +11,20 @@ beside the rank, so their time is inside forward and backward.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import TracebackType
+from typing import Any, Protocol
 
 from paceline.recorder.ring import recorder
 
 PHASES = ("data", "forward and backward", "waiting", "optimizer", "other")
+
+
+class Waiter(Protocol):
+    """Whatever waits for other ranks, and knows for how long so far."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds; never falls."""
 
 
 class Phase:
@@ -24,39 +32,44 @@ class Phase:
 
     Args:
         name: what the record calls it.
-        waited: seconds that this rank has waited so far.
+        waiters: what waits for other ranks on this rank.
     """
 
-    def __init__(self, name: str, waited: Callable[[], float]) -> None:
+    def __init__(self, name: str, waiters: list[Waiter]) -> None:
         self.seconds = 0.0
-        self._name = name
-        self._recorder = recorder()
-        self._waited = waited
+        self._name, self._recorder = name, recorder()
+        self._waiters = waiters
         self._began = 0.0
 
     def __enter__(self) -> None:
         self._recorder.phase(self._name)
-        self._began = time.perf_counter() - self._waited()
+        self._began = time.perf_counter() - _waited(self._waiters)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.seconds += time.perf_counter() - self._waited() - self._began
+        self.seconds += time.perf_counter() - _waited(self._waiters) - self._began
 
 
 class Clock:
     """The phases of one run on this rank.
 
     Args:
-        waited: seconds that this rank has waited so far; never falls.
+        waiters: what waits for other ranks on this rank.
     """
 
-    def __init__(self, waited: Callable[[], float]) -> None:
-        self._waited = waited
-        self._began, self._waited_before = time.perf_counter(), waited()
-        self.data = Phase("loading data", waited)
-        self.compute = Phase("forward and backward", waited)
-        self.optimizer = Phase("the optimizer's step", waited)
+    def __init__(self, waiters: list[Waiter]) -> None:
+        self._waiters = waiters
+        self._began, self._waited_before = time.perf_counter(), _waited(waiters)
+        self.data = Phase("loading data", waiters)
+        self.compute = Phase("forward and backward", waiters)
+        self.optimizer = Phase("the optimizer's step", waiters)
+
+    def watch(self, wrapper: Any) -> None:
+        """Count what a wrapper waits as well, if it says so (paceline's does), from its making on."""
+        peers = getattr(getattr(wrapper, "reducer", None), "_peers", None)
+        if peers is not None:
+            self._waiters.append(peers)
 
     @property
     def total(self) -> float:
@@ -68,7 +81,11 @@ class Clock:
         known = [
             self.data.seconds,
             self.compute.seconds,
-            self._waited() - self._waited_before,
+            _waited(self._waiters) - self._waited_before,
             self.optimizer.seconds,
         ]
         return [*known, max(self.total - sum(known), 0.0)]
+
+
+def _waited(waiters: list[Waiter]) -> float:
+    return sum(each.waited_s for each in waiters)

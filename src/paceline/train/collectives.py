@@ -15,6 +15,9 @@ class Collectives:
 
     Args:
         where: says where training stands, as in "step 12", for the error.
+
+    Attributes:
+        world_size: ranks that take part.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
@@ -22,6 +25,7 @@ class Collectives:
         group = dist.group.WORLD
         assert group is not None  # TrainingArguments brought it up
         self._peers = Peers(group)
+        self.world_size = self._peers.world_size
 
     @property
     def waited_s(self) -> float:
@@ -55,7 +59,7 @@ class Collectives:
         return self.sum(everyone, what)
 
     def _reduce(self, value: Tensor, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
-        if self._peers.world_size == 1:
+        if self.world_size == 1:
             return value  # each of these operations leaves a single rank's value as it is
         work = dist.all_reduce(value, op=op, async_op=True)
         if value.device.type == "cpu":

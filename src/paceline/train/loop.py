@@ -190,7 +190,7 @@ def _save_and_leave(trainer: Trainer) -> NoReturn:
 def _log(run: Run, outcome: StepOutcome | None) -> None:
     logs: dict[str, float] = {"loss": run.meter.drain()}
     if outcome is not None:
-        logs["grad_norm"] = float(outcome.grad_norm)
+        logs["grad_norm"] = outcome.grad_norm
     logs["learning_rate"] = outcome.learning_rate if outcome else run.trainer.learning_rate
     run.trainer.control.should_log = False
     run.note_speed()

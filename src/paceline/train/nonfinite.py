@@ -8,8 +8,8 @@ do the ranks tell each other whose loss it was.
 from __future__ import annotations
 
 import logging
+import math
 
-import torch
 from torch import Tensor
 
 from paceline.errors import NonFiniteError
@@ -32,7 +32,7 @@ class BadSteps:
         self._collectives = collectives
         self.in_a_row = 0
 
-    def is_bad(self, grad_norm: Tensor, loss: Tensor, step: int, scaled: bool) -> bool:
+    def is_bad(self, grad_norm: float, loss: Tensor, step: int, scaled: bool) -> bool:
         """Whether this step must not be taken; the same on every rank.
 
         Args:
@@ -44,7 +44,7 @@ class BadSteps:
         Raises:
             NonFiniteError: it is the fiftieth in a row.
         """
-        if bool(torch.isfinite(grad_norm)):
+        if math.isfinite(grad_norm):
             self.in_a_row = 0
             return False
         self.in_a_row += 1
@@ -54,7 +54,7 @@ class BadSteps:
         logger.log(logging.DEBUG if scaled and "loss of" not in text else logging.WARNING, "%s", text)
         return True
 
-    def _in_words(self, grad_norm: Tensor, loss: Tensor, step: int, scaled: bool) -> str:
+    def _in_words(self, grad_norm: float, loss: Tensor, step: int, scaled: bool) -> str:
         losses = self._collectives.gather(loss.detach().float(), "asking whose loss is not finite").tolist()
         bad = [(rank, value) for rank, value in enumerate(losses) if value - value != 0]  # NaN or infinite
         decision = "no rank takes this step"
@@ -64,6 +64,6 @@ class BadSteps:
         if scaled:
             return f"step {step}: the gradient is too large for float16 at this loss scale; {decision}"
         return (
-            f"step {step}: the gradient's norm is {float(grad_norm)} although the loss of every rank is "
+            f"step {step}: the gradient's norm is {grad_norm} although the loss of every rank is "
             f"finite; {decision}"
         )

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.train import checkpoints, setup
@@ -30,33 +28,34 @@ class LossMeter:
 
     Args:
         collectives: to average over ranks with.
-        device: where the running sum is kept, so that no step waits for the device.
+        device: this rank's.
         skip_bad: count a NaN or infinite loss as the mean of the others since the last log.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device, skip_bad: bool) -> None:
-        self.collectives, self.skip_bad = collectives, skip_bad
-        self.since_log = torch.zeros((), device=device)
+        self.collectives, self.device, self.skip_bad = collectives, device, skip_bad
+        self.since_log = 0.0
         self.steps_since_log = 0
         self.before_log = 0.0
 
-    def add(self, loss: Tensor) -> None:
+    def add(self, loss: float) -> None:
         """Count one step's loss of this rank."""
-        if self.skip_bad:
-            loss = torch.where(torch.isfinite(loss), loss, self.since_log / (1 + self.steps_since_log))
+        if self.skip_bad and not math.isfinite(loss):
+            loss = self.since_log / (1 + self.steps_since_log)
         self.since_log += loss
         self.steps_since_log += 1
 
     def mean_over_ranks(self) -> float:
         """The sum since the last log, averaged over ranks, on every rank."""
-        total = self.collectives.sum(self.since_log.clone(), "averaging the logged loss")
-        return float(total.item() / dist.get_world_size())
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        own = torch.tensor(self.since_log, dtype=dtype, device=self.device)
+        return float(self.collectives.sum(own, "averaging the logged loss")) / self.collectives.world_size
 
     def drain(self) -> float:
         """The mean loss of the steps since the last log, on every rank; starts the next stretch."""
         total, steps = self.mean_over_ranks(), self.steps_since_log
         self.before_log += total
-        self.since_log.zero_()
+        self.since_log = 0.0
         self.steps_since_log = 0
         return total / max(steps, 1)
 
@@ -91,7 +90,7 @@ class Run:
     speeds: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.clock = Clock(self._waited)
+        self.clock = Clock([self.trainer.collectives])
         self._at_last_log = (self.clock.total, 0)
 
     def note_speed(self) -> None:
@@ -101,11 +100,6 @@ class Run:
         self.speeds.append(
             (self.trainer.state.global_step, (self.samples - samples) / max(now - before, 1e-9))
         )
-
-    def _waited(self) -> float:
-        reducer: Any = getattr(self.trainer.model_wrapped, "reducer", None)
-        peers = getattr(reducer, "_peers", None)
-        return self.trainer.collectives.waited_s + getattr(peers, "waited_s", 0.0)
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the state for losses and place in the data to go on."""
@@ -134,6 +128,7 @@ def prepare(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] 
     run = _with_data(trainer, ignore_keys)
     max_steps = _max_steps(run)
     trainer.model_wrapped = trainer.wrap_model()
+    run.clock.watch(trainer.model_wrapped)
     _make_optimizer_and_schedule(trainer, max_steps)
     _start_state(run, max_steps)
     if found is not None:
@@ -185,7 +180,7 @@ def _resume(run: Run, folder: Path) -> None:
         _check_same_steps(run, progress, folder)
         run.epoch, run.step = progress["epoch"], progress["step"]
         run.meter.before_log = progress["loss_before_log"]
-        run.meter.since_log.fill_(progress["loss_since_log"])
+        run.meter.since_log = progress["loss_since_log"]
         run.meter.steps_since_log = progress["steps_since_log"]
     if run.trainer.args.ignore_data_skip:
         run.step = 0

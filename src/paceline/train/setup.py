@@ -64,6 +64,28 @@ def enable_gradient_checkpointing(model: nn.Module, settings: Any) -> None:
     enable(**({"gradient_checkpointing_kwargs": settings} if settings else {}))
 
 
+class TrainingMode:
+    """Switches a model to training, every module of it.
+
+    Before each micro-batch, because callbacks and losses of the user's may have switched to evaluation;
+    ``model.train()`` itself takes longer than a small step where there are many modules, so their flags are
+    read first.
+    """
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._modules: list[nn.Module] = []
+
+    def switch_on(self, model: nn.Module) -> None:
+        """Call ``model.train()`` unless all modules are training."""
+        if self._model is not model:
+            self._model, self._modules = model, list(model.modules())
+        for module in self._modules:
+            if not module.training:
+                model.train()
+                return
+
+
 def compile_model(model: nn.Module, args: TrainingArguments) -> None:
     """Let torch.compile compile the forward, in place, so that names and state stay what they are."""
     if getattr(model, "_compiled_call_impl", None) is None:

@@ -116,6 +116,8 @@ class TrainerControl:
         Returns:
             for each wish, whether any rank has it.
         """
+        if collectives.world_size == 1:
+            return list(wishes)
         names = [each.name for each in fields(TrainerControl)]
         mine = [int(getattr(self, name)) for name in names] + [int(wish) for wish in wishes]
         switches = torch.tensor(mine, dtype=torch.int32, device=device)

@@ -37,13 +37,13 @@ class StepOutcome:
     """What a step came to.
 
     Attributes:
-        loss: scalar tensor; its mean over ranks is the mean loss over the step's items.
+        loss: its mean over ranks is the mean loss over the step's items.
         grad_norm: norm of the averaged gradient before clipping, the same on every rank.
         learning_rate: of the first parameter group, in this step.
     """
 
-    loss: Tensor
-    grad_norm: Tensor
+    loss: float
+    grad_norm: float
     learning_rate: float
 
 
@@ -59,7 +59,7 @@ def run_step(trainer: Trainer, step: StepData, clock: Clock) -> StepOutcome:
         micro_batches, items = gather_batches(trainer, step)
         loss = accumulate(trainer, micro_batches, step.samples if items is None else items)
     with clock.optimizer:
-        grad_norm = _clip(trainer)
+        grad_norm = float(_clip(trainer))  # the one place where a step waits for the device
         learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
         trainer.fire("on_pre_optimizer_step")
         _move(trainer, grad_norm, loss)
@@ -67,7 +67,7 @@ def run_step(trainer: Trainer, step: StepData, clock: Clock) -> StepOutcome:
     if not trainer.accelerator.optimizer_step_was_skipped and not _goes_by_metric(trainer.lr_scheduler):
         trainer.lr_scheduler.step()
     trainer.model_wrapped.zero_grad()
-    return StepOutcome(loss, grad_norm, learning_rate)
+    return StepOutcome(float(loss), grad_norm, learning_rate)
 
 
 def gather_batches(trainer: Trainer, step: StepData) -> tuple[list[MicroBatch], int | Tensor | None]:
@@ -95,7 +95,7 @@ def accumulate(trainer: Trainer, micro_batches: Sequence[MicroBatch], total: int
     """
     takes_total, device = trainer.loss_takes_total, trainer.args.device
     trainer.current_gradient_accumulation_steps = len(micro_batches)
-    loss = torch.zeros((), device=device)
+    parts = []
     for number, micro_batch in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         recorder().micro_batch = number
@@ -107,10 +107,10 @@ def accumulate(trainer: Trainer, micro_batches: Sequence[MicroBatch], total: int
         )
         with trainer.accelerator.synchronizing(last, trainer.model_wrapped):
             part = trainer.training_step(trainer.model_wrapped, inputs, trainer.weighing.count)
-        loss += part.sum()
+        parts.append(part.sum() if part.dim() else part)
         if not last:
             trainer.fire("on_substep_end")
-    return loss
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def own_items(trainer: Trainer, micro_batch: MicroBatch) -> int | Tensor:
@@ -140,7 +140,7 @@ def _clip(trainer: Trainer) -> Tensor:
     return clip_gradient(parameters, limit) if limit > 0 else gradient_norm(parameters)
 
 
-def _move(trainer: Trainer, grad_norm: Tensor, loss: Tensor) -> None:
+def _move(trainer: Trainer, grad_norm: float, loss: Tensor) -> None:
     """Let the optimizer step, unless the gradient is not finite."""
     accelerator, step = trainer.accelerator, trainer.state.global_step + 1
     bad = trainer.bad_steps.is_bad(grad_norm, loss, step, scaled=accelerator.scaler is not None)

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -43,7 +42,7 @@ from paceline.train.randomness import be_deterministic, seed_all
 from paceline.train.reporters import callbacks_for
 from paceline.train.smoothing import smoother_for
 from paceline.train.state import TrainerControl
-from paceline.train.weighing import Weighing, alone
+from paceline.train.weighing import Weighing, alone, weighted
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
 
     Attributes:
         model: not wrapped.
-        model_wrapped: wrapped in DistributedDataParallel while training.
+        model_wrapped: wrapped in DistributedDataParallel while training on several ranks.
         state, control: where the run stands, what happens next.
         model_accepts_loss_kwargs: whether the model's forward takes num_items_in_batch; set it to
             False in a subclass whose compute_loss returns a mean.
@@ -128,7 +127,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
         self.optimizers_given = tuple(each is not None for each in optimizers)
         self.share_sizes: list[int] = []
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        self.is_in_train = False
+        self.is_in_train, self.training_mode = False, setup.TrainingMode()
         self.saving, self.interruption = checkpoints.Saving(), Interruption(self.args)
         self.progress: Callable[[], dict[str, Any]] = dict  # of the run, while there is one
         self.collectives = Collectives(lambda: f"step {self.state.global_step}")
@@ -183,7 +182,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
             the weighted loss, detached; over a step's micro-batches it adds up to what, averaged
             over ranks, is the step's mean loss.
         """
-        model.train()
+        self.training_mode.switch_on(model)
         if hasattr(self.optimizer, "train"):  # an optimizer without schedule has modes of its own
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
@@ -193,7 +192,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, **extra)
         self.accelerator.backward(loss)
-        return loss.detach() * torch.as_tensor(self.loss_weight, dtype=loss.dtype, device=loss.device)
+        return weighted(loss.detach(), self.loss_weight)
 
     def compute_loss(
         self,
@@ -228,7 +227,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
     def loss_takes_total(self) -> bool | None:
         """Whether losses are divided by the items of the whole step; None: an override decides each time."""
         if type(self).compute_loss is not Trainer.compute_loss:
-            return None if losses.names_num_items(self.compute_loss) else False
+            return None if losses.names_num_items(type(self).compute_loss) else False
         if self.compute_loss_func is not None:
             return losses.names_num_items(self.compute_loss_func)
         return self.label_smoother is None and self.model_accepts_loss_kwargs
@@ -391,11 +390,12 @@ class Trainer(DataPoints, Outputs, PeerNames):
     # The model
 
     def wrap_model(self) -> nn.Module:
-        """The model in DistributedDataParallel, with what the ddp_* arguments say."""
+        """The model in DistributedDataParallel, with what the ddp_* arguments say; as it is on a single rank."""
         return self._wrap_model(self.model)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return DistributedDataParallel(model, **setup.ddp_settings(self.args))
+        alone = self.args.world_size == 1  # there is nothing to average
+        return model if alone else DistributedDataParallel(model, **setup.ddp_settings(self.args))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Read the weights of a checkpoint into the model, before it is wrapped."""

@@ -85,6 +85,13 @@ class Weighing:
         return int(self.own) * self.world_size / self.total
 
 
+def weighted(loss: Tensor, factor: float | Tensor) -> Tensor:
+    """The loss times its factor, in the loss's dtype; the loss itself where that changes nothing."""
+    if isinstance(factor, Tensor):
+        return loss * factor.to(loss.device, loss.dtype)
+    return loss if factor == 1.0 else loss * factor
+
+
 def alone(world_size: int = 1) -> Weighing:
     """The weighing of a batch that is a whole step by itself."""
     return Weighing(own=1, total=1, samples=1, world_size=world_size, takes_total=False)
