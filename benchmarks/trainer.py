@@ -1,33 +1,38 @@
 """What the Trainer adds to a bare step, beside Hugging Face's Trainer.
 
     python benchmarks/trainer.py                  one rank
-    python benchmarks/trainer.py --rounds 9
+    python benchmarks/trainer.py --ranks 2        ranks of one machine, each way on its own usual backend
 
-On tiny models, so that the step itself takes little. One round trains each of the three, in turn and in
-the same process: a plain loop (forward, backward, clip, step, schedule, zero_grad), Hugging Face's Trainer
-and paceline's, all on the same model, data, optimizer (AdamW) and number of steps, without logs, checkpoints
-and evaluations. A step's time is (time of the long run - time of the short run) / (difference in steps), so
-that what comes once, before the first step and after the last, is left out. Time is the process's processor
-time, which other load on the machine hardly changes; `--wall` takes the clock on the wall. `added` is a
-step's time less the plain loop's; `ratio` is the median over rounds of paceline's over Hugging Face's, in
-brackets its quartiles.
+On tiny models, so that the step itself takes little. One round runs each of the three in turn, in processes
+of its own: a plain loop (forward, backward, clip, step, schedule, zero_grad; with torch's DDP on several
+ranks), Hugging Face's Trainer and paceline's, all on the same model, data, optimizer (AdamW) and number of
+steps, logging as by default, without checkpoints and evaluations. A step's time is that from one
+on_step_begin to the next on rank 0, and of a run's steps the 10th percentile counts, which other load on the
+machine hardly changes. `added` is a step's time less the plain loop's; `ratio` is the median over rounds of
+paceline's over Hugging Face's, in brackets the smallest and the largest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import logging
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-BATCH = 4
-SHORT, LONG = 20, 120  # steps
+BATCH, STEPS, WARM = 4, 600, 20
+WAYS = ("plain", "theirs", "ours")
+MARK = "step times: "
 
 
 class Perceptron(nn.Module):
@@ -62,76 +67,80 @@ def samples(count: int) -> list[dict[str, Tensor]]:
     return [{"x": point, "labels": point.sum()} for point in points]
 
 
-def train_plainly(model: nn.Module, steps: int, folder: str) -> None:
+MODELS = (Perceptron, Blocks)
+
+
+def plainly(model: nn.Module, begins: list[float]) -> None:
     """The bare step, with batches that lie ready."""
     batch = {name: torch.stack([each[name] for each in samples(BATCH)]) for name in ("x", "labels")}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    for _ in range(steps):
-        model(**batch)["loss"].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    trained: nn.Module = model
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        trained = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    for _ in range(STEPS):
+        begins.append(time.perf_counter())
+        trained(**batch)["loss"].backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
 
 
-def train_with(trainer_class: Any, arguments_class: Any) -> Callable[[nn.Module, int, str], None]:
-    """A function that trains with one of the two Trainers."""
+def with_trainer(library: Any, model: nn.Module, begins: list[float]) -> None:
+    """The same number of steps by a Trainer: transformers' or paceline's."""
 
-    def train(model: nn.Module, steps: int, folder: str) -> None:
-        args = arguments_class(
+    class Begins(library.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            begins.append(time.perf_counter())
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    with tempfile.TemporaryDirectory() as folder:
+        args = library.TrainingArguments(
             output_dir=folder, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no",
-            logging_strategy="no", max_steps=steps, per_device_train_batch_size=BATCH, optim="adamw_torch",
-            learning_rate=1e-3,
+            max_steps=STEPS, per_device_train_batch_size=BATCH, optim="adamw_torch", learning_rate=1e-3,
         )  # fmt: skip
-        trainer_class(model=model, args=args, train_dataset=samples(BATCH * LONG)).train()
+        library.Trainer(
+            model=model, args=args, train_dataset=samples(BATCH * STEPS * ranks), callbacks=[Begins()]
+        ).train()
 
-    return train
 
-
-def seconds_per_step(
-    train: Callable[[nn.Module, int, str], None], model_class: type[nn.Module], clock: Callable[[], float]
-) -> float:
-    """Of a long run, beyond a short one."""
-    taken = []
-    for steps in (SHORT, LONG):
+def run_way(way: str) -> None:
+    """In a child: train each model, and print the microseconds of a step."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    found = {}
+    for model_class in MODELS:
         torch.manual_seed(0)
-        model = model_class()
-        with tempfile.TemporaryDirectory() as folder:
-            began = clock()
-            train(model, steps, folder)
-            taken.append(clock() - began)
-    return (taken[1] - taken[0]) / (LONG - SHORT)
+        begins: list[float] = []
+        with contextlib.redirect_stdout(sys.stderr):
+            if way == "plain":
+                plainly(model_class(), begins)
+            elif way == "theirs":
+                with_trainer(__import__("transformers"), model_class(), begins)
+            else:
+                with_trainer(__import__("paceline"), model_class(), begins)
+        steps = [after - before for before, after in zip(begins[WARM:], begins[WARM + 1 :], strict=False)]
+        found[model_class.__name__] = 1e6 * statistics.quantiles(steps, n=10)[0]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(MARK + json.dumps(found), flush=True)
 
 
-def compare(model_class: type[nn.Module], rounds: int, clock: Callable[[], float]) -> None:
-    """Print one line of the table."""
-    import transformers
-
-    import paceline
-
-    ways = {
-        "plain": train_plainly,
-        "theirs": train_with(transformers.Trainer, transformers.TrainingArguments),
-        "ours": train_with(paceline.Trainer, paceline.TrainingArguments),
-    }
-    for way in ways.values():  # imports, caches
-        seconds_per_step(way, model_class, clock)
-    found = [
-        {name: seconds_per_step(way, model_class, clock) for name, way in ways.items()} for _ in range(rounds)
-    ]
-    added = {name: [each[name] - each["plain"] for each in found] for name in ("theirs", "ours")}
-    ratios = [ours / theirs for ours, theirs in zip(added["ours"], added["theirs"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    plain, theirs, ours = (
-        1e3 * statistics.median(values)
-        for values in ([each["plain"] for each in found], added["theirs"], added["ours"])
-    )
-    print(
-        f"{model_class.__name__:12} plain {plain:6.2f} ms   added by Hugging Face {theirs:6.2f} ms   "
-        f"added by paceline {ours:6.2f} ms   ratio {middle:.2f} [{low:.2f}, {high:.2f}]",
-        flush=True,
-    )
+def measure(way: str, ranks: int) -> dict[str, float]:
+    """Microseconds of a step of each model, from a child."""
+    script = [__file__, "--way", way]
+    if ranks > 1:
+        script = ["-m", "paceline", "launch", "--cpu", "--num_processes", str(ranks), *script]
+    child = subprocess.run([sys.executable, *script], capture_output=True, text=True, timeout=600)
+    lines = [line.partition(MARK)[2] for line in child.stdout.splitlines() if MARK in line]
+    if child.returncode or not lines:
+        sys.exit(f"{way} failed with exit code {child.returncode}:\n{child.stderr[-2000:]}")
+    times: dict[str, float] = json.loads(lines[0])
+    return times
 
 
 def main() -> None:
@@ -139,14 +148,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="What the Trainer adds to a bare step, beside Hugging Face's."
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--wall", action="store_true", help="the clock on the wall instead of processor time")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    clock = time.perf_counter if options.wall else time.process_time
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    for model_class in (Perceptron, Blocks):
-        compare(model_class, options.rounds, clock)
+    if options.way:
+        run_way(options.way)
+        return
+    rounds = [{way: measure(way, options.ranks) for way in WAYS} for _ in range(options.rounds)]
+    for name in (each.__name__ for each in MODELS):
+        plain, theirs, ours = (statistics.median(each[way][name] for each in rounds) for way in WAYS)
+        ratios = sorted(
+            (each["ours"][name] - each["plain"][name]) / (each["theirs"][name] - each["plain"][name])
+            for each in rounds
+        )
+        print(
+            f"{name:10}  {options.ranks} rank(s)  plain {plain:6.0f} us   added by Hugging Face "
+            f"{theirs - plain:6.0f} us   added by paceline {ours - plain:6.0f} us   "
+            f"ratio {statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
+        )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ _HOMES = {
     "Seq2SeqTrainer": "paceline.train.seq2seq",
     "Seq2SeqTrainingArguments": "paceline.train.seq2seq",
     "TrainerCallback": "paceline.train.callbacks",
+    "ArgumentParser": "paceline.train.parser",
     "DistributedSampler": "paceline.train.sampler",
     "PacelineError": "paceline.errors",
     "ArgumentError": "paceline.errors",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.errors import ArgumentError
 from paceline.train.batch_size import is_out_of_memory
+from paceline.train.callbacks import TrainerCallback
 from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.models import Points, Regression, losses, settings, weights
@@ -67,3 +68,63 @@ def test_what_never_fits_and_what_is_another_error(tmp_path: Path) -> None:
         Trainer(Wrong(), settings(tmp_path, auto_find_batch_size=True), train_dataset=Points(8)).train()
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
     assert not is_out_of_memory(ValueError("out of memory"))
+
+
+class Peckish(Regression):
+    """Has room for so many samples only from its fourth forward on."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.forwards = room, 0
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        self.forwards += 1
+        if self.forwards > 3 and len(x) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("size", [16, 9])
+def test_a_later_step_that_does_not_fit_is_taken_anew_in_smaller_parts(tmp_path: Path, size: int) -> None:
+    args = settings(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=size, max_steps=6)
+    events: list[int] = []
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            events.append(state.global_step)
+
+    tight = Trainer(Peckish(5), args, train_dataset=Points(40), callbacks=[Begins])
+    tight.train()
+    assert args.per_device_train_batch_size <= 5
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == size
+    assert events == list(range(6))
+    plain = settings(tmp_path, per_device_train_batch_size=size, max_steps=6)
+    ample = Trainer(Regression(), plain, train_dataset=Points(40))
+    ample.train()
+    assert losses(tight) == pytest.approx(losses(ample), rel=1e-5)
+
+
+def run_out_on_two_ranks(rank: int, world_size: int, folder: Path) -> str:
+    args = settings(folder, auto_find_batch_size=True, max_steps=6)
+    try:
+        Trainer(Peckish(1), args, train_dataset=Points(64)).train()
+    except torch.OutOfMemoryError:
+        return "out of memory"
+    return "trained"
+
+
+def test_on_several_ranks_it_is_the_error_it_was(tmp_path: Path) -> None:
+    assert run_ranks(run_out_on_two_ranks, 2, tmp_path) == ["out of memory"] * 2
+
+
+def test_another_error_amid_training_is_not_taken_for_it(tmp_path: Path) -> None:
+    class Wrong(Peckish):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            if self.forwards == 2:
+                raise RuntimeError("shapes do not match")
+            return super().forward(x, labels)
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        Trainer(
+            Wrong(9), settings(tmp_path, auto_find_batch_size=True, max_steps=4), train_dataset=Points(64)
+        ).train()

@@ -268,9 +268,9 @@ def test_what_cannot_be_trained_is_named(tmp_path: Path) -> None:
         Trainer(NoLoss(), args, train_dataset=Points(4)).train()
 
 
-def test_the_ddp_arguments_reach_the_wrapper(tmp_path: Path) -> None:
+def look_at_wrappers(rank: int, world_size: int, folder: Path) -> list[bool]:
     args = settings(
-        tmp_path, ddp_find_unused_parameters=False, ddp_bucket_cap_mb=3, ddp_broadcast_buffers=False
+        folder, ddp_find_unused_parameters=False, ddp_bucket_cap_mb=3, ddp_broadcast_buffers=False
     )
     seen: list[Any] = []
 
@@ -279,15 +279,28 @@ def test_the_ddp_arguments_reach_the_wrapper(tmp_path: Path) -> None:
             seen.append(trainer.model_wrapped)
 
     trainer = Trainer(
-        Regression(), settings(tmp_path, max_steps=1), train_dataset=Points(8), callbacks=[Look]
+        Regression(), settings(folder, max_steps=1), train_dataset=Points(8), callbacks=[Look]
     )
     trainer.train()
-    assert seen[0].find_unused_parameters is True
-    assert seen[0].broadcast_buffers is True
     trainer.args = args
     trainer.train()
-    assert seen[1].find_unused_parameters is False
-    assert seen[1].broadcast_buffers is False
+    return [flag for each in seen for flag in (each.find_unused_parameters, each.broadcast_buffers)]
+
+
+def test_the_ddp_arguments_reach_the_wrapper(tmp_path: Path) -> None:
+    for flags in run_ranks(look_at_wrappers, 2, tmp_path):
+        assert flags == [True, True, False, False]
+
+
+def test_a_single_rank_trains_the_model_as_it_is(tmp_path: Path) -> None:
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert trainer.model_wrapped is trainer.model
+
+    trainer = Trainer(
+        Regression(), settings(tmp_path, max_steps=1), train_dataset=Points(8), callbacks=[Look]
+    )
+    assert trainer.train().global_step == 1
 
 
 class Tuple(nn.Module):

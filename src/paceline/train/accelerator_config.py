@@ -21,7 +21,7 @@ class AcceleratorConfig:
             ranks together, so they must be multiples of the number of ranks.
         dispatch_batches: None or False: each rank reads its own share; True is not served.
         even_batches: no sample is ever given twice to make shares even, whichever it is.
-        use_seedable_sampler: the order is a function of the seed; False is not served.
+        use_seedable_sampler: the order is a function of the seed, whichever it is.
         non_blocking: copy batches to an accelerator without waiting (needs pinned memory to help).
         gradient_accumulation_kwargs: num_steps (instead of gradient_accumulation_steps) and
             sync_each_batch (average the gradients after each micro-batch).
@@ -89,11 +89,6 @@ def check_config(config: AcceleratorConfig, accumulation: int) -> None:
         raise ArgumentError(
             "accelerator_config: dispatch_batches=True is not supported: each rank reads its own share "
             "(also of an iterable data set); leave it out"
-        )
-    if not config.use_seedable_sampler:
-        raise ArgumentError(
-            "accelerator_config: use_seedable_sampler=False is not supported: the order of samples is always "
-            "a function of the seed; leave it out"
         )
     unknown = set(config.gradient_accumulation_kwargs or {}) - {"num_steps", "sync_each_batch"}
     if unknown:

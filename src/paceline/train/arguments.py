@@ -83,7 +83,9 @@ class TrainingArguments(GroupSetters, metaclass=TakesOldNames):
     adam_epsilon: float = option(1e-8, "AdamW: added to the denominator.")
     optim_target_modules: None | str | list[str] = option(None, "Modules that a low-rank optimizer serves.")
     gradient_accumulation_steps: int = option(1, "Micro-batches whose gradients make one optimizer step.")
-    average_tokens_across_devices: bool = option(True, "Average the loss over the items of all ranks.")
+    average_tokens_across_devices: bool = option(
+        True, "Average the loss over the items of all ranks; if not, over each rank's, and then over ranks."
+    )
     max_grad_norm: float = option(1.0, "Clip the gradient to this norm; 0 leaves it alone.")
     label_smoothing_factor: float = option(0.0, "Probability mass that labels give to the other classes.")
 
@@ -122,7 +124,7 @@ class TrainingArguments(GroupSetters, metaclass=TakesOldNames):
     log_level_replica: str = option("warning", "Log level of the other ranks.", choices=rules.LOG_LEVELS)
     disable_tqdm: bool | None = option(None, "Print plain lines instead of a progress bar.")
     report_to: None | str | list[str] = option(
-        "none", "Where logs are sent: tensorboard, wandb, mlflow, all (those installed), none."
+        "none", "Where logs are sent: tensorboard, wandb, mlflow, trackio, all (those installed), none."
     )
     run_name: str | None = option(None, "Name of the run in those services.")
     project: str = option("huggingface", "Trackio: the project.")
@@ -188,7 +190,9 @@ class TrainingArguments(GroupSetters, metaclass=TakesOldNames):
     dataloader_persistent_workers: bool = option(False, "Keep the workers over epochs.")
     dataloader_prefetch_factor: int | None = option(None, "Batches each worker loads ahead.")
     dataloader_multiprocessing_context: str | None = option(None, "How workers start: fork, spawn ...")
-    dataloader_in_order: bool = option(True, "Keep the order of batches with workers.")
+    dataloader_in_order: bool = option(
+        True, "Keep the order of batches with workers; if not, the first that is ready is next."
+    )
     remove_unused_columns: bool = option(True, "Drop entries that the forward does not take.")
     label_names: list[str] | None = option(None, "Entries that are labels (default: found by name).")
     train_sampling_strategy: str = option(
@@ -215,8 +219,10 @@ class TrainingArguments(GroupSetters, metaclass=TakesOldNames):
     deepspeed: dict[str, Any] | str | None = option(None, "DeepSpeed: its settings.")
 
     # Debugging
-    debug: str = option("", "Debug modes.")
-    skip_memory_metrics: bool = option(True, "Report no memory use in the metrics.")
+    debug: str | list[str] = option(
+        "", "underflow_overflow: stop at the first NaN or Inf of a forward, and name the module."
+    )
+    skip_memory_metrics: bool = option(True, "Report no memory use in the metrics (it needs psutil).")
 
     # For the calling script; the Trainer itself does not look at them
     do_train: bool = option(False, "For scripts: whether to train.")

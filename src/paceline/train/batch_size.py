@@ -1,12 +1,14 @@
 """Finding a batch size that fits the memory (``auto_find_batch_size``).
 
-    until a trial goes well on every rank:
+    before training, until a trial goes well on every rank:
         forward and backward of the first micro-batch, nothing averaged
         out of memory on any rank: all ranks halve the batch size
-    loop.train
+    amid training, on a single rank:
+        out of memory: the same step anew, in more and smaller micro-batches
 
-A rank that runs out of memory amid the collectives of a real step would leave the others waiting,
-so the trial comes first. The trial leaves no trace: no gradient, no moved buffer.
+A rank that runs out of memory amid the collectives of a step leaves the others waiting, so the trial comes
+first, and on several ranks a later micro-batch that does not fit is an error. The trial leaves no trace: no
+gradient, no moved buffer. Amid training the global batch stays, and with it the order of samples.
 """
 
 from __future__ import annotations
@@ -17,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import ArgumentError
-from paceline.train import loop
 from paceline.train.feeds import feed_of
 from paceline.train.step import own_items
 from paceline.train.weighing import Weighing
 
 if TYPE_CHECKING:
-    from paceline.train.loop import TrainOutput
+    from paceline.train.arguments import TrainingArguments
     from paceline.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -32,15 +33,48 @@ logger = logging.getLogger(__name__)
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | None) -> TrainOutput:
-    """Find the batch size, if that is asked for, and train.
+def find(trainer: Trainer) -> None:
+    """Find the batch size, if that is asked for.
 
     Raises:
         ArgumentError: not even one sample fits.
     """
     while trainer.args.auto_find_batch_size and not _fits(trainer):
         _halve(trainer)
-    return loop.train(trainer, resume, ignore_keys)
+
+
+def split_further(trainer: Trainer, error: Exception) -> None:
+    """Out of memory amid a step: make its micro-batches smaller and more.
+
+    Raises:
+        Exception: `error` itself, if it is another one, or nothing can be done about it here.
+        ArgumentError: not even one sample fits.
+    """
+    args = trainer.args
+    if not args.auto_find_batch_size or not is_out_of_memory(error):
+        raise error
+    if args.world_size > 1:
+        logger.error(
+            "rank %d ran out of memory in step %d, after the trial had gone well; on several ranks that "
+            "cannot be mended any more: set a smaller per_device_train_batch_size",
+            args.process_index,
+            trainer.state.global_step + 1,
+        )
+        raise error
+    trainer.model_wrapped.zero_grad()
+    trainer.accelerator.free_memory()
+    before, micro_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    _refuse_single(args)
+    smaller = next(size for size in range(before // 2, 0, -1) if before * micro_batches % size == 0)
+    args.per_device_train_batch_size = smaller
+    args.gradient_accumulation_steps = before * micro_batches // smaller
+    logger.warning(
+        "out of memory in step %d; going on with per_device_train_batch_size=%d and "
+        "gradient_accumulation_steps=%d",
+        trainer.state.global_step + 1,
+        smaller,
+        args.gradient_accumulation_steps,
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -85,12 +119,16 @@ def _forget(trainer: Trainer, buffers: dict[str, Any]) -> None:
 
 def _halve(trainer: Trainer) -> None:
     args = trainer.args
+    _refuse_single(args)
+    args.per_device_train_batch_size //= 2
+    logger.warning(
+        "out of memory; going on with per_device_train_batch_size=%d", args.per_device_train_batch_size
+    )
+
+
+def _refuse_single(args: TrainingArguments) -> None:
     if args.train_batch_size == 1:
         raise ArgumentError(
             "auto_find_batch_size: not even one sample fits the memory; use gradient_checkpointing=True, "
             "bf16=True or a smaller model"
         )
-    args.per_device_train_batch_size //= 2
-    logger.warning(
-        "out of memory; going on with per_device_train_batch_size=%d", args.per_device_train_batch_size
-    )

@@ -205,7 +205,6 @@ class CallbackHandler:
             control = control if result is None else result
         return control
 
-
     def _listening(self, event: str) -> list[Any]:
         """The callbacks' methods for `event`; most do nothing on most events, which comes for nothing."""
         if self._known != self.callbacks or event == "on_train_begin":

@@ -75,6 +75,7 @@ def save(trainer: Trainer, progress: dict[str, Any]) -> Path:
     folder = Path(str(args.output_dir)) / f"checkpoint-{trainer.state.global_step}"
     if trainer.state.best_global_step == trainer.state.global_step:
         trainer.state.best_model_checkpoint = str(folder)
+    trainer.store_flos()
     trainer.state.stateful_callbacks = trainer.callback_handler.states(trainer.control)
     trainer.saving.folder = folder
     at_once = _any_rank(trainer, _is_needed_at_once(trainer))

@@ -88,4 +88,7 @@ class Clock:
 
 
 def _waited(waiters: list[Waiter]) -> float:
-    return sum(each.waited_s for each in waiters)
+    seconds = 0.0
+    for each in waiters:
+        seconds += each.waited_s
+    return seconds

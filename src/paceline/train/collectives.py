@@ -17,7 +17,7 @@ class Collectives:
         where: says where training stands, as in "step 12", for the error.
 
     Attributes:
-        world_size: ranks that take part.
+        rank, world_size: this rank, and how many take part.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
@@ -25,7 +25,7 @@ class Collectives:
         group = dist.group.WORLD
         assert group is not None  # TrainingArguments brought it up
         self._peers = Peers(group)
-        self.world_size = self._peers.world_size
+        self.rank, self.world_size = self._peers.global_rank, self._peers.world_size
 
     @property
     def waited_s(self) -> float:
@@ -54,8 +54,8 @@ class Collectives:
 
     def gather(self, value: Tensor, what: str) -> Tensor:
         """The values of all ranks, of shape (ranks, *value.shape), the same on every rank."""
-        everyone = value.new_zeros((dist.get_world_size(), *value.shape))
-        everyone[dist.get_rank()] = value
+        everyone = value.new_zeros((self.world_size, *value.shape))
+        everyone[self.rank] = value
         return self.sum(everyone, what)
 
     def _reduce(self, value: Tensor, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:

@@ -79,9 +79,15 @@ class EpochPlan:
 
 
 class Share(list[int]):
-    """The indices of one rank's part of a micro-batch, and the seed of what is random in loading it."""
+    """The indices of one rank's part of a micro-batch.
+
+    Attributes:
+        seed: of what is random in loading it.
+        counts: False if it stands in for an empty part.
+    """
 
     seed = 0
+    counts = True
 
 
 class StepBatches(Sampler[list[int]]):
@@ -141,6 +147,7 @@ class StepBatches(Sampler[list[int]]):
                 share = Share(order[position] for position in positions)
                 if not share:
                     share.append(order[0])
+                    share.counts = False
                 share.seed = derive_seed("load", self.seed, self.epoch, step, micro, self.rank)
                 yield share
 
@@ -208,6 +215,7 @@ class WholeBatches(Sampler[list[int]]):
         for step in range(self.first_step, self.steps):
             for micro, batch in enumerate(self._own(step)):
                 share = Share(batch or self._dealt[0])
+                share.counts = bool(batch)
                 share.seed = derive_seed("load", self.seed, self.epoch, step, micro, self.rank)
                 yield share
 
@@ -243,6 +251,32 @@ class SeededDataset(Dataset[Any]):
         if hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(list(share)))
         return [self.dataset[index] for index in share]
+
+
+class Samples(list[Any]):
+    """The samples of a share, and whether they count."""
+
+    counts = True
+
+
+class CountedBatches(SeededDataset):
+    """The same where batches come in whatever order they are ready in, and must say what they are."""
+
+    def __getitems__(self, share: list[int]) -> list[Any]:
+        """The samples of one share, for `Counted`."""
+        samples = Samples(super().__getitems__(share))
+        samples.counts = not isinstance(share, Share) or share.counts
+        return samples
+
+
+class Counted:
+    """A collator that also says how many of the samples count."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Samples) -> tuple[Any, int]:
+        return self.collate(list(samples)), len(samples) if samples.counts else 0
 
 
 class UsedEntries:
@@ -303,6 +337,9 @@ def train_loader(
         )
     batches = StepBatches(order, plan, args.process_index, args.seed)
     settings = {**loading_settings(args), **loading}
+    if settings["num_workers"] and not settings.get("in_order", True):
+        counted: Any = Counted(collate)
+        return DataLoader(CountedBatches(dataset), batch_sampler=batches, collate_fn=counted, **settings)
     return DataLoader(SeededDataset(dataset), batch_sampler=batches, collate_fn=collate, **settings)
 
 
@@ -416,4 +453,5 @@ def loading_settings(args: TrainingArguments) -> dict[str, Any]:
         "persistent_workers": args.dataloader_persistent_workers,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "in_order": args.dataloader_in_order,
     }

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -36,8 +37,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import ArgumentError
 from paceline.recorder.ring import recorder
-from paceline.train import checkpoints, interruption, report
-from paceline.train.feeds import StepData
+from paceline.train import batch_size, checkpoints, interruption, overflow, report
+from paceline.train.feeds import StepData, feed_of
 from paceline.train.neftune import noisy_embeddings
 from paceline.train.randomness import derive_seed, seed_again
 from paceline.train.run import Run, prepare
@@ -68,10 +69,17 @@ def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | 
         if trainer.args.eval_on_start:
             _evaluate(run, moves_schedule=False)
         _agree(trainer)
-        with noisy_embeddings(trainer.model, trainer.args.neftune_noise_alpha):
+        with noisy_embeddings(trainer.model, trainer.args.neftune_noise_alpha), _watched(trainer):
             while not _is_over(run):
                 _run_epoch(run)
         return _finish(run, time.perf_counter() - started)
+
+
+def _watched(trainer: Trainer) -> AbstractContextManager[None]:
+    """The block in which debug="underflow_overflow" looks at every module."""
+    wanted = overflow.NAME in trainer.args.debug
+    where = f"rank {trainer.collectives.rank}, step "
+    return overflow.watched(trainer.model, wanted, lambda: f"{where}{trainer.state.global_step + 1}")
 
 
 def _is_over(run: Run) -> bool:
@@ -123,10 +131,10 @@ def _note_end_of_epoch(run: Run, began_at: int) -> None:
 def _run_one_step(run: Run, data: StepData) -> None:
     trainer, state, control = run.trainer, run.trainer.state, run.trainer.control
     control.should_log = control.should_evaluate = control.should_save = False
-    seed_again(derive_seed("step", trainer.args.seed, state.global_step, trainer.args.process_index))
+    seed_again(derive_seed("step", trainer.args.seed, state.global_step, trainer.collectives.rank))
     tokens = count_tokens(trainer, data)
     trainer.fire("on_step_begin")
-    outcome = run_step(trainer, data, run.clock)
+    outcome = run_step(trainer, data, run.clock, lambda error: _split_further(run, error))
     run.meter.add(outcome.loss)
     run.step += 1
     run.samples += data.samples
@@ -138,6 +146,19 @@ def _run_one_step(run: Run, data: StepData) -> None:
     _empty_cache_if_due(trainer)
     trainer.fire("on_step_end")
     _log_evaluate_save(run, outcome)
+
+
+def _split_further(run: Run, error: Exception) -> StepData:
+    """The step at hand in smaller micro-batches, if it is memory that was short."""
+    trainer = run.trainer
+    batch_size.split_further(trainer, error)
+    run.feed = feed_of(trainer.get_train_dataloader(), trainer.args, trainer.collectives)
+    trainer.callback_handler.train_dataloader = run.feed.loader
+    run.feed.start_at(run.epoch, run.step)
+    data = run.feed.next_step()
+    assert data is not None  # there was one before
+    seed_again(derive_seed("step", trainer.args.seed, trainer.state.global_step, trainer.collectives.rank))
+    return data
 
 
 def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
@@ -193,6 +214,7 @@ def _log(run: Run, outcome: StepOutcome | None) -> None:
         logs["grad_norm"] = outcome.grad_norm
     logs["learning_rate"] = outcome.learning_rate if outcome else run.trainer.learning_rate
     run.trainer.control.should_log = False
+    run.trainer.store_flos()
     run.note_speed()
     run.trainer.log(logs)
 
@@ -220,7 +242,9 @@ def _finish(run: Run, seconds: float) -> TrainOutput:
     trainer, state = run.trainer, run.trainer.state
     run.meter.drain()
     loss = run.meter.before_log / max(state.global_step, 1)
+    trainer.store_flos()
     metrics = {**_speed(run, seconds), "total_flos": state.total_flos, "train_loss": loss}
+    metrics |= trainer.memory.stop("train")
     trainer.log(metrics)
     checkpoints.settle(trainer)
     if trainer.args.load_best_model_at_end:

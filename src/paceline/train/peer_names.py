@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -22,6 +24,7 @@ from paceline.errors import ArgumentError
 if TYPE_CHECKING:
     from paceline.train.accelerator import Accelerator
     from paceline.train.arguments import TrainingArguments
+    from paceline.train.collectives import Collectives
     from paceline.train.state import TrainerState
 
 
@@ -54,6 +57,7 @@ class PeerNames:
             not served, said so.
         place_model_on_device: the model is moved to the device.
         hp_search_backend, hp_name: None, as there is no hyper-parameter search.
+        current_flos: this rank's floating-point operations since `store_flos` was called last.
     """
 
     args: TrainingArguments
@@ -63,6 +67,7 @@ class PeerNames:
     state: TrainerState
     optimizer: Any
     model_init: Any
+    collectives: Collectives
 
     hub_model_id = None
     deepspeed = None
@@ -74,7 +79,9 @@ class PeerNames:
     place_model_on_device = True
     hp_search_backend = None
     hp_name = None
-    current_flos = 0
+    current_flos = 0.0
+    _weights_counted_of: nn.Module | None = None
+    _weights_counted = 0
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -189,12 +196,28 @@ class PeerNames:
         return None if tensors is None else self.accelerator.gather(tensors)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Operations of forward and backward for these inputs, if the model can say; else 0."""
-        count = getattr(self.model, "floating_point_ops", None)
-        return int(count(inputs)) if count is not None else 0
+        """Operations of forward and backward for these inputs: six for each token and weight.
+
+        0 unless the model has ``num_parameters``, as those of transformers have; embeddings do not count.
+        """
+        count: Any = getattr(self.model, "num_parameters", None)
+        tokens = inputs.get(self._main_input_name) if isinstance(inputs, Mapping) else None
+        if count is None or not isinstance(tokens, Tensor):
+            return 0
+        if self._weights_counted_of is not self.model:  # counting takes longer than a small step
+            self._weights_counted_of, self._weights_counted = self.model, int(count(exclude_embeddings=True))
+        return 6 * tokens.numel() * self._weights_counted
 
     def store_flos(self) -> None:
-        """Nothing to do: operations are not counted, so total_flos stays what it is."""
+        """Add the operations of all ranks since the last call to the state's total_flos."""
+        dtype = torch.float32 if self.args.device.type == "mps" else torch.float64
+        own = torch.tensor(self.current_flos, dtype=dtype, device=self.args.device)
+        self.state.total_flos += float(self.collectives.sum(own, "adding up floating-point operations"))
+        self.current_flos = 0.0
+
+    @property
+    def _main_input_name(self) -> str:
+        return str(getattr(self.model, "main_input_name", "input_ids"))
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused.

@@ -1,4 +1,4 @@
-"""Callbacks that send logs to TensorBoard, Weights & Biases and MLflow, through their own libraries.
+"""Callbacks that send logs to TensorBoard, Weights & Biases, MLflow and Trackio, through their own libraries.
 
 A library is imported when a run that asks for it begins, on rank 0 alone. Metrics have the
 names that Hugging Face's callbacks give them there.
@@ -18,7 +18,7 @@ from paceline.environment import mlflow_experiment, tensorboard_folder, wandb_pr
 from paceline.errors import ArgumentError
 
 # Service -> the module it cannot do without.
-MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 
 _MLFLOW_LONGEST_VALUE = 500  # of a parameter, as its servers limit it
 _MLFLOW_MOST_AT_ONCE = 100
@@ -54,7 +54,12 @@ def check_installed(names: list[str]) -> None:
 
 def callbacks_for(names: list[str]) -> list[Any]:
     """A callback for each service."""
-    classes = {"tensorboard": TensorBoardCallback, "wandb": WandbCallback, "mlflow": MLflowCallback}
+    classes: dict[str, type[Reporter]] = {
+        "tensorboard": TensorBoardCallback,
+        "wandb": WandbCallback,
+        "mlflow": MLflowCallback,
+        "trackio": TrackioCallback,
+    }
     return [classes[name]() for name in names]
 
 
@@ -181,6 +186,30 @@ class MLflowCallback(Reporter):
         """End the run, if it was started here."""
         if self.opened:
             self.mlflow.end_run()
+
+
+class TrackioCallback(Reporter):
+    """Logs to a run called ``run_name`` in ``project``, on this machine or in ``trackio_space_id``."""
+
+    def start(self, args: Any, model: Any) -> None:
+        """Open the run, and note arguments and configuration."""
+        self.trackio = importlib.import_module("trackio")
+        self.trackio.init(
+            project=args.project,
+            name=args.run_name,
+            space_id=args.trackio_space_id,
+            bucket_id=args.trackio_bucket_id,
+            config={**_config_of(model), **args.to_dict()},
+            resume="allow",
+        )
+
+    def send(self, logs: dict[str, Any], step: int) -> None:
+        """All numbers at once."""
+        self.trackio.log({**by_split(logs), "train/global_step": step})
+
+    def finish(self) -> None:
+        """Finish the run."""
+        self.trackio.finish()
 
 
 def by_split(logs: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from paceline.checkpoint.atomic import write_text
 
 
 def formatted(metrics: dict[str, Any]) -> dict[str, str]:
-    """Metrics as text: run times as h:mm:ss, losses with four digits."""
+    """Metrics as text: run times as h:mm:ss, memory in MB, operations in GF, losses with four digits."""
     return {name: _text(name, value) for name, value in metrics.items()}
 
 
@@ -38,6 +38,10 @@ def _json(metrics: dict[str, Any]) -> str:
 
 
 def _text(name: str, value: Any) -> str:
+    if "_mem_" in name:
+        return f"{int(value) >> 20}MB"
+    if name == "total_flos":
+        return f"{int(value) >> 30}GF"
     if name.endswith("_runtime"):
         return str(datetime.timedelta(seconds=round(float(value), 2)))[:-4] if value % 1 else f"{value:.0f}s"
     return f"{value:.4f}" if isinstance(value, float) else str(value)

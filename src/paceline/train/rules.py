@@ -9,6 +9,7 @@ that no setting is ever ignored. The table `NOT_SERVED` is the whole list.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import torch
 
 from paceline.environment import rank_place
 from paceline.errors import ArgumentError
-from paceline.train import reporters
+from paceline.train import overflow, reporters
 from paceline.train.accelerator_config import AcceleratorConfig, check_config, read_config
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ SCHEDULES = (
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop", "adafactor")
 ORDERS = ("random", "sequential", "group_by_length")
 TOKEN_COUNTS = ("no", "all", "non_padding")
+DEBUG_MODES = (overflow.NAME,)
 MORE_FOR_METRICS = ("inputs", "loss")
 LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
@@ -56,23 +58,18 @@ _HUB = (
     "hub_always_push",
     "hub_revision",
 )
-_TRACKIO = ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 
 # Fields of transformers 5.18 that nothing here serves yet, and why or what to use instead.
 NOT_SERVED = {
     "optim_target_modules": "low-rank optimizers are not built in; give Trainer(optimizers=...) your own",
-    "average_tokens_across_devices": "the loss is always averaged over all ranks; leave it True",
     "use_liger_kernel": "apply the kernels to the model before making the Trainer",
     "liger_kernel_config": "apply the kernels to the model before making the Trainer",
-    **dict.fromkeys(_TRACKIO, "Trackio is not served; use tensorboard, wandb or mlflow"),
+    "trackio_static_space_id": "call trackio.freeze when training is done",
     **dict.fromkeys(_HUB, "the Hub is not served; upload the finished folder with huggingface_hub"),
     "parallelism_config": "only data parallelism is served",
-    "dataloader_in_order": "the order of samples must be kept, or resuming would not be exact",
     "fsdp": "sharded models are not served yet",
     "fsdp_config": "sharded models are not served yet",
     "deepspeed": "DeepSpeed is not served",
-    "debug": "debug modes are not built in",
-    "skip_memory_metrics": "memory is not measured yet",
 }
 
 _CHOICES = {
@@ -111,6 +108,7 @@ def normalise(args: TrainingArguments) -> None:
         setattr(args, name, _parsed(name, getattr(args, name)))
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
     args.report_to = reporters.names_of(args.report_to)
+    args.debug = [_plain(each) for each in (args.debug.split() if isinstance(args.debug, str) else args.debug)]
     args.include_num_input_tokens_seen = _spelled(args.include_num_input_tokens_seen)
     args.max_grad_norm = args.max_grad_norm or 0.0
     args.eval_delay = args.eval_delay or 0
@@ -192,6 +190,11 @@ def check_fields(args: TrainingArguments, names: Iterable[str]) -> None:
             f"include_for_metrics={args.include_for_metrics!r}, but it may hold "
             f"{' and '.join(MORE_FOR_METRICS)}"
         )
+    unknown = set(args.debug) - set(DEBUG_MODES)
+    if unknown:
+        raise ArgumentError(f"debug={' '.join(args.debug)!r}, but it may hold {' and '.join(DEBUG_MODES)}")
+    if not args.skip_memory_metrics and importlib.util.find_spec("psutil") is None:
+        raise ArgumentError("skip_memory_metrics=False needs psutil; run `pip install psutil`")
     if "report_to" in names:
         reporters.check_installed(list(args.report_to or []))
 

@@ -12,7 +12,7 @@ A rank whose share of a micro-batch is empty takes part with a weight of zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,17 +47,26 @@ class StepOutcome:
     learning_rate: float
 
 
-def run_step(trainer: Trainer, step: StepData, clock: Clock) -> StepOutcome:
+def run_step(
+    trainer: Trainer, step: StepData, clock: Clock, split_further: Callable[[Exception], StepData]
+) -> StepOutcome:
     """Take one optimizer step.
 
     Args:
         trainer: whose wrapped model, optimizer and schedule move.
         step: what to work on.
         clock: told what takes how long.
+        split_further: given what forward or backward raised, gives the step anew in smaller micro-batches,
+            or raises it.
     """
-    with clock.compute:
-        micro_batches, items = gather_batches(trainer, step)
-        loss = accumulate(trainer, micro_batches, step.samples if items is None else items)
+    loss = None
+    while loss is None:
+        try:
+            with clock.compute:
+                micro_batches, items = gather_batches(trainer, step)
+                loss = accumulate(trainer, micro_batches, _samples(trainer, step) if items is None else items)
+        except Exception as error:
+            step = split_further(error)
     with clock.optimizer:
         grad_norm = float(_clip(trainer))  # the one place where a step waits for the device
         learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
@@ -94,6 +103,7 @@ def accumulate(trainer: Trainer, micro_batches: Sequence[MicroBatch], total: int
         the sum of the weighted losses, a scalar tensor.
     """
     takes_total, device = trainer.loss_takes_total, trainer.args.device
+    ranks = trainer.collectives.world_size if trainer.args.average_tokens_across_devices else 1
     trainer.current_gradient_accumulation_steps = len(micro_batches)
     parts = []
     for number, micro_batch in enumerate(micro_batches, start=1):
@@ -102,12 +112,12 @@ def accumulate(trainer: Trainer, micro_batches: Sequence[MicroBatch], total: int
         own = own_items(trainer, micro_batch)
         countable = takes_total or int(own) > 0
         inputs = micro_batch.inputs if countable else losses.with_countable_labels(micro_batch.inputs)
-        trainer.weighing = Weighing(
-            own, total, micro_batch.samples, trainer.args.world_size, takes_total, device
-        )
+        trainer.weighing = Weighing(own, total, micro_batch.samples, ranks, takes_total, device)
         with trainer.accelerator.synchronizing(last, trainer.model_wrapped):
             part = trainer.training_step(trainer.model_wrapped, inputs, trainer.weighing.count)
         parts.append(part.sum() if part.dim() else part)
+        if micro_batch.samples:
+            trainer.current_flos += float(trainer.floating_point_ops(micro_batch.inputs))
         if not last:
             trainer.fire("on_substep_end")
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
@@ -122,15 +132,27 @@ def own_items(trainer: Trainer, micro_batch: MicroBatch) -> int | Tensor:
 def count_items_of_step(
     trainer: Trainer, batches: Sequence[Any], device: torch.device
 ) -> int | Tensor | None:
-    """Items of the step over all ranks, an int64 scalar; None where samples count, whose number is known."""
+    """Items of the step that its loss is a mean over, an int64 scalar; None where samples count.
+
+    Over all ranks, or with average_tokens_across_devices=False over this rank's.
+    """
     sizes = trainer.share_sizes
     if len(sizes) != len(batches):
         sizes = [batch_size_of(batch) for batch in batches]
     counts = [own_items(trainer, MicroBatch(batch, size)) for batch, size in zip(batches, sizes, strict=True)]
     if not any(isinstance(count, Tensor) for count in counts):
         return None
-    own = torch.tensor(sum(int(count) for count in counts), device=device)
-    return trainer.collectives.sum(own, "counting the items of the step").clamp(min=1)
+    items = torch.tensor(sum(int(count) for count in counts), device=device)
+    if trainer.args.average_tokens_across_devices:
+        items = trainer.collectives.sum(items, "counting the items of the step")
+    return items.clamp(min=1)
+
+
+def _samples(trainer: Trainer, step: StepData) -> int:
+    """The same where samples count."""
+    if trainer.args.average_tokens_across_devices:
+        return step.samples
+    return max(sum(each.samples for each in step.micro_batches), 1)
 
 
 def _clip(trainer: Trainer) -> Tensor:

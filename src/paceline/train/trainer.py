@@ -2,7 +2,7 @@
 
 Each method is one or two calls away from the function that does the work:
 
-    train                batch_size.train -> loop.train -> step.run_step -> training_step -> compute_loss
+    train                loop.train -> step.run_step -> training_step -> compute_loss
     evaluate, predict    evaluation.evaluate -> prediction_step -> compute_loss
     get_*_dataloader     data_points.py -> data.py, streams.py
     create_*             optimizers.py, schedule.py
@@ -26,7 +26,17 @@ from torch.utils.data import DataLoader
 from paceline.checkpoint.model_files import load_model
 from paceline.engine.ddp import DistributedDataParallel
 from paceline.errors import ArgumentError
-from paceline.train import batch_size, checkpoints, evaluation, feeds, losses, optimizers, schedule, setup
+from paceline.train import (
+    batch_size,
+    checkpoints,
+    evaluation,
+    feeds,
+    loop,
+    losses,
+    optimizers,
+    schedule,
+    setup,
+)
 from paceline.train.accelerator import Accelerator
 from paceline.train.arguments import TrainingArguments
 from paceline.train.callbacks import CallbackHandler, default_callbacks
@@ -34,7 +44,7 @@ from paceline.train.collectives import Collectives
 from paceline.train.data_points import DataPoints
 from paceline.train.evaluation import EvalLoopOutput, PredictionOutput
 from paceline.train.interruption import Interruption
-from paceline.train.loop import TrainOutput
+from paceline.train.memory import MemoryMeter
 from paceline.train.nonfinite import BadSteps
 from paceline.train.outputs import Outputs
 from paceline.train.peer_names import PeerNames
@@ -108,6 +118,8 @@ class Trainer(DataPoints, Outputs, PeerNames):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self.args = setup.checked_arguments(args)
+        self.memory = MemoryMeter(not self.args.skip_memory_metrics, self.args.device)
+        self.memory.start("init")
         setup.set_log_level(self.args)
         if self.args.full_determinism:
             be_deterministic()
@@ -137,6 +149,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
         self.callback_handler = CallbackHandler(
             [*default_callbacks(self.args), *reporting, *(callbacks or [])], self.model, processing_class
         )
+        self.memory.stop("init")
         self.fire("on_init_end")
 
     # Training
@@ -146,7 +159,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
         resume_from_checkpoint: str | bool | None = None,
         trial: None = None,
         ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    ) -> loop.TrainOutput:
         """Train to the end.
 
         Args:
@@ -167,10 +180,13 @@ class Trainer(DataPoints, Outputs, PeerNames):
             seed_all(self.args.seed)
             self._take_model(self.call_model_init())
         self.is_in_train = True
+        self.memory.start("train")
         try:
-            return batch_size.train(self, resume_from_checkpoint, ignore_keys_for_eval)
+            batch_size.find(self)
+            return loop.train(self, resume_from_checkpoint, ignore_keys_for_eval)
         finally:
             self.is_in_train = False
+            self.memory.stop("train")
             checkpoints.let_go(self)
 
     def training_step(
@@ -302,9 +318,11 @@ class Trainer(DataPoints, Outputs, PeerNames):
                 metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
         loss_only = self.args.prediction_loss_only or self.compute_metrics is None
-        output = self.evaluation_loop(
-            self.get_eval_dataloader(eval_dataset), "Evaluation", loss_only, ignore_keys, metric_key_prefix
-        )
+        with self.memory.stage("eval") as memory:
+            output = self.evaluation_loop(
+                self.get_eval_dataloader(eval_dataset), "Evaluation", loss_only, ignore_keys, metric_key_prefix
+            )
+        output.metrics.update(memory)
         self.log(output.metrics)
         self.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
@@ -323,8 +341,10 @@ class Trainer(DataPoints, Outputs, PeerNames):
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predict; returns predictions and labels of the whole data set in its order, on every rank."""
-        loader = feeds.eval_loader_of(self.get_test_dataloader(test_dataset), self.args)
-        output = evaluation.evaluate(self, loader, False, ignore_keys, metric_key_prefix, everywhere=True)
+        with self.memory.stage("test") as memory:
+            loader = feeds.eval_loader_of(self.get_test_dataloader(test_dataset), self.args)
+            output = evaluation.evaluate(self, loader, False, ignore_keys, metric_key_prefix, everywhere=True)
+        output.metrics.update(memory)
         self.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -390,7 +410,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
     # The model
 
     def wrap_model(self) -> nn.Module:
-        """The model in DistributedDataParallel, with what the ddp_* arguments say; as it is on a single rank."""
+        """The model in DistributedDataParallel, as the ddp_* arguments say; a single rank's as it is."""
         return self._wrap_model(self.model)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
