@@ -278,9 +278,7 @@ def look_at_wrappers(rank: int, world_size: int, folder: Path) -> list[bool]:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(trainer.model_wrapped)
 
-    trainer = Trainer(
-        Regression(), settings(folder, max_steps=1), train_dataset=Points(8), callbacks=[Look]
-    )
+    trainer = Trainer(Regression(), settings(folder, max_steps=1), train_dataset=Points(8), callbacks=[Look])
     trainer.train()
     trainer.args = args
     trainer.train()

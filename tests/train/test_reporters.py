@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow get the logs, through their own libraries, on rank 0 alone."""
+"""TensorBoard, Weights & Biases, MLflow and Trackio get the logs, by their own libraries, on rank 0."""
 
 from __future__ import annotations
 
@@ -83,6 +83,31 @@ def test_mlflow_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert library.calls[-1][0] == "end_run"
 
 
+def test_trackio_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Calls("trackio")
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    monkeypatch.setattr(reporters, "_installed", lambda name: True)
+    train(tmp_path, report_to="trackio", project="digits")
+    ((_, settings_of_run),) = library.named("init")
+    assert (settings_of_run["project"], settings_of_run["name"]) == ("digits", "mine")
+    assert settings_of_run["config"]["learning_rate"] == 0.1
+    logged = [args[0] for args, _ in library.named("log")]
+    assert [each["train/global_step"] for each in logged] == [1, 2, 2, 2]
+    assert "eval/loss" in logged[2]
+    assert library.calls[-1][0] == "finish"
+
+
+def train_with_trackio(rank: int, world_size: int, folder: Path) -> None:
+    train(folder, report_to="trackio", project="digits")
+
+
+def test_trackio_itself_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run_ranks(train_with_trackio, 2, tmp_path, backend=None)
+    assert list((tmp_path / "trackio").glob("digits*"))
+
+
 def test_a_service_that_is_not_installed_is_an_error_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +118,6 @@ def test_a_service_that_is_not_installed_is_an_error_at_once(
 
 
 def test_nothing_is_imported_that_nobody_asked_for(tmp_path: Path) -> None:
-    names = {"tensorboard", "wandb", "mlflow"} - set(sys.modules)
+    names = {"tensorboard", "wandb", "mlflow", "trackio"} - set(sys.modules)
     settings(tmp_path)
     assert not names & set(sys.modules)

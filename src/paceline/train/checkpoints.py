@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ STATE_NAME = "trainer_state.json"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULE_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
+STREAM_NAME = "stream.pt"
 
 
 @dataclass
@@ -166,6 +168,22 @@ def load_progress(trainer: Trainer, folder: Path) -> tuple[TrainerState, dict[st
     return TrainerState.load_from_json(folder / STATE_NAME), progress
 
 
+def load_place_in_stream(folder: Path) -> dict[str, Any] | None:
+    """Where the stream of training data stood; None if the checkpoint does not say."""
+    if not (folder / STREAM_NAME).is_file():
+        return None
+    try:
+        place: dict[str, Any] = torch.load(folder / STREAM_NAME, weights_only=True)
+    except pickle.UnpicklingError as error:
+        logger.warning(
+            "%s holds more than plain values, so the stream is read up to its place: %s",
+            folder / STREAM_NAME,
+            error,
+        )
+        return None
+    return place
+
+
 def load_best(trainer: Trainer) -> None:
     """Read the weights of the checkpoint that is the best for rank 0 into the model."""
     best = Turns().on_rank_zero(lambda: trainer.state.best_model_checkpoint, "choosing the best checkpoint")
@@ -236,6 +254,8 @@ def _prepare(trainer: Trainer, folder: Path, progress: dict[str, Any], at_once: 
     parts = {}
     if not trainer.args.save_only_model:
         parts = {name: owner.state_dict() for name, owner in _owners_of_state(trainer).items()}
+        place = trainer.place_in_stream()
+        parts |= {} if place is None else {STREAM_NAME: place}
     with ExitStack() as stack:
         aside = stack.enter_context(whole_folder(folder))
         if at_once:

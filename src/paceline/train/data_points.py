@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from paceline.train import data, rules, step, streams
+from paceline.train import batches, data, rules, step, streams
 from paceline.train.orders import EpochOrder, LengthGroupedOrder, lengths_of
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class DataPoints:
     def _prepare_input(self, value: Any) -> Any:
         """Tensors, also nested ones, on this rank's device."""
         non_blocking = rules.config_of(self.args).non_blocking
-        return data.to_device(value, self.args.device, non_blocking)
+        return batches.to_device(value, self.args.device, non_blocking)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on this rank's device."""
@@ -128,7 +128,7 @@ class DataPoints:
     def _set_signature_columns_if_needed(self) -> None:
         """Find out which entries of samples the forward takes; a subclass may set others."""
         if self._signature_columns is None:
-            self._signature_columns = sorted(data.used_entries(self.model, self.label_names) or [])
+            self._signature_columns = sorted(batches.used_entries(self.model, self.label_names) or [])
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """The data set without the columns that are not used, if it can leave columns out."""
@@ -144,7 +144,7 @@ class DataPoints:
             return data_collator
         self._set_signature_columns_if_needed()
         names = frozenset(self._signature_columns or [])
-        return data.UsedEntries(data_collator, names) if names else data_collator
+        return batches.UsedEntries(data_collator, names) if names else data_collator
 
     def _collator(self) -> Any:
         return self._get_collator_with_removed_columns(self.data_collator)

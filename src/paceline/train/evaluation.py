@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.train.data import EvalBatches, batch_size_of
+from paceline.train.batches import batch_size_of
+from paceline.train.data import EvalBatches
 from paceline.train.losses import count_items, with_countable_labels
 from paceline.train.precision import half_precision_weights
 from paceline.train.predictions import (

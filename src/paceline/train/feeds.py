@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 
 from paceline.errors import ArgumentError
-from paceline.train import data
+from paceline.train import batches, data
 from paceline.train.arguments import TrainingArguments
 from paceline.train.collectives import Collectives
 from paceline.train.orders import even_part
@@ -91,6 +91,12 @@ class Feed(Protocol):
     def start_at(self, epoch: int, step: int) -> None:
         """Let `next_step` give step `step` of `epoch` next."""
 
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold for the place in the data to be found at once; None for nothing."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave; it counts for the next `start_at`."""
+
     def next_step(self) -> StepData | None:
         """The next step, on all ranks; None on all ranks when the epoch is over."""
 
@@ -138,6 +144,12 @@ class PlannedFeed:
         sizes, samples = self.batches.share_sizes(self._step), self.batches.step_size(self._step)
         self._step += 1
         return StepData([MicroBatch(next(self._loaded), size) for size in sizes], samples)
+
+    def state(self) -> None:
+        """Nothing: the place is a function of epoch and step."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
 
     def _load(self) -> Iterator[Any]:
         """What the loader gives; without workers from its parts at once, which takes half the time."""
@@ -187,6 +199,7 @@ class StreamFeed:
         self._micro_size = (per_rank or args.train_batch_size) * args.world_size
         self._loaded: Iterator[Any] = iter(())
         self._spare: Any = None
+        self._saved: dict[str, Any] | None = None
 
     @property
     def steps(self) -> int:
@@ -209,15 +222,30 @@ class StreamFeed:
         return len(source) if hasattr(source, "__len__") else None
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Let `next_step` give step `step` of `epoch` next; earlier ones are read and left out."""
+        """Let `next_step` give step `step` of `epoch` next; earlier ones are read and left out.
+
+        Unless `load_state` was given where the stream stood there.
+        """
         stream, skipped = getattr(self.loader, "dataset", None), step * self._accumulation
+        saved, self._saved = self._saved, None
         if isinstance(stream, Stream):
-            stream.start_at(epoch, skipped)
+            stream.start_at(epoch, skipped, saved if step else None)
             self._loaded = iter(self.loader)
         else:
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)
             self._loaded = islice(iter(self.loader), skipped, None)
+
+    def state(self) -> dict[str, Any] | None:
+        """Where the stream stands, if this process reads it and the data set can say."""
+        stream = getattr(self.loader, "dataset", None)
+        return stream.state() if isinstance(stream, Stream) and not self.loader.num_workers else None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave, here or on another rank; it counts for the next `start_at`."""
+        stream = getattr(self.loader, "dataset", None)
+        if isinstance(stream, Stream) and not self.loader.num_workers:
+            self._saved = state
 
     def next_step(self) -> StepData | None:
         """The next step; None on all ranks when no rank has anything left."""
@@ -237,7 +265,7 @@ class StreamFeed:
     def _micro_batch(self, loaded: Any) -> MicroBatch:
         if isinstance(loaded, Loaded):
             return MicroBatch(loaded.inputs, loaded.samples)
-        return MicroBatch(loaded, data.batch_size_of(loaded))
+        return MicroBatch(loaded, batches.batch_size_of(loaded))
 
     def _tell(self, facts: list[int]) -> torch.Tensor:
         """The facts of all ranks, int64 of shape (ranks, facts), on the CPU of every rank."""
@@ -246,7 +274,7 @@ class StreamFeed:
 
     def _borrow(self, lender: int) -> None:
         """Take a batch of another rank where there never was one."""
-        batch = [data.to_device(self._spare, torch.device("cpu")) if dist.get_rank() == lender else None]
+        batch = [batches.to_device(self._spare, torch.device("cpu")) if dist.get_rank() == lender else None]
         dist.broadcast_object_list(batch, src=lender)
         if self._spare is None:
             self._spare = batch[0]

@@ -62,7 +62,7 @@ class TrainOutput(NamedTuple):
 def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | None) -> TrainOutput:
     """Train to the end; the head of this file is its outline."""
     run = prepare(trainer, resume, ignore_keys)
-    trainer.progress = run.progress
+    trainer.progress, trainer.place_in_stream = run.progress, lambda: run.feed.state()
     started = time.perf_counter()
     with trainer.interruption:
         trainer.fire("on_train_begin")

@@ -1,4 +1,4 @@
-"""``debug="underflow_overflow"``: the first NaN or infinite number of a forward, by the name of its module."""
+"""``debug="underflow_overflow"``: the first NaN or infinite number of a forward, by its module's name."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def watched(model: nn.Module, wanted: bool, where: Callable[[], str]) -> Iterato
         where: rank and step, for the error.
 
     Raises:
-        NonFiniteError: naming the first module that has a NaN or an infinite number, with the smallest and the
-            largest absolute value of what it was given, and of the modules that ran before it.
+        NonFiniteError: naming the first module that has a NaN or an infinite number, with the smallest and
+            the largest absolute value of what it was given, and of the modules that ran before it.
     """
     latest: deque[str] = deque(maxlen=_FORWARDS_SHOWN)
     hooks = []
     for name, module in model.named_modules() if wanted else ():
-        hooks.append(module.register_forward_hook(_Look(name or "the model", latest, where), with_kwargs=True))
+        hooks.append(
+            module.register_forward_hook(_Look(name or "the model", latest, where), with_kwargs=True)
+        )
     try:
         yield
     finally:

@@ -60,25 +60,28 @@ class OwnGenerators:
 
     Args:
         seed: what they start from.
+
+    Attributes:
+        states: of the generators after the last block; None before the first. They can be saved.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._states: tuple[Any, ...] | None = None
+        self.states: tuple[Any, ...] | None = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """A block that draws from these generators; the outer ones are as before afterwards."""
         outside = _states()
-        if self._states is None:
+        if self.states is None:
             _seed_libraries(self._seed)
             torch.default_generator.manual_seed(self._seed)
         else:
-            _restore(self._states)
+            _restore(self.states)
         try:
             yield
         finally:
-            self._states = _states()
+            self.states = _states()
             _restore(outside)
 
 
@@ -102,8 +105,14 @@ def _states() -> tuple[Any, ...]:
     return (
         random.getstate(),
         torch.default_generator.get_state(),
-        numpy.random.get_state() if numpy is not None else None,
+        _numpy_state(numpy) if numpy is not None else None,
     )
+
+
+def _numpy_state(numpy: Any) -> tuple[Any, ...]:
+    """The state with its words as a tensor, which ``torch.load`` reads back without further ado."""
+    kind, words, *rest = numpy.random.get_state()
+    return (kind, torch.from_numpy(words.astype("int64")), *rest)
 
 
 def _restore(states: tuple[Any, ...]) -> None:
@@ -111,4 +120,5 @@ def _restore(states: tuple[Any, ...]) -> None:
     random.setstate(of_python)
     torch.default_generator.set_state(of_torch)
     if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)
+        kind, words, *rest = of_numpy
+        sys.modules["numpy"].random.set_state((kind, words.numpy().astype("uint32"), *rest))

@@ -184,6 +184,9 @@ def _resume(run: Run, folder: Path) -> None:
         run.meter.steps_since_log = progress["steps_since_log"]
     if run.trainer.args.ignore_data_skip:
         run.step = 0
+    place = checkpoints.load_place_in_stream(folder)
+    if place is not None and progress:
+        run.feed.load_state(place)
 
 
 def _check_same_steps(run: Run, progress: dict[str, Any], folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.errors import ArgumentError
 from paceline.train import rules
 from paceline.train.arguments import TrainingArguments
-from paceline.train.data import default_collate
+from paceline.train.batches import default_collate
 from paceline.train.state import TrainerState
 
 

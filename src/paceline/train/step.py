@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.optim.clipping import clip_gradient, gradient_norm
 from paceline.recorder.ring import recorder
 from paceline.train import losses
+from paceline.train.batches import batch_size_of
 from paceline.train.clock import Clock
-from paceline.train.data import batch_size_of
 from paceline.train.feeds import MicroBatch, StepData
 from paceline.train.weighing import Weighing
 

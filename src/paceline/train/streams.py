@@ -10,6 +10,11 @@ Note "a stream is read as if there were one worker". Some data sets look at
 each worker everything. The two cannot be told apart. While a stream is read, that function
 therefore says that there are no workers, so both give everything, and the positions decide.
 
+Note "a stream that knows its place". Resuming reads a stream up to its place again, unless the data set
+has ``state_dict`` and ``load_state_dict``, and this process reads it itself (no workers): then its state
+is part of a checkpoint, and the place is found at once. Not so with a shuffle buffer of ``datasets``, which
+forgets what it holds.
+
 Note "a stream's random numbers are its own". A stream that shuffles or augments must give
 the same samples on all ranks, so it draws from generators of its own (`OwnGenerators`), seeded by
 the seed and the epoch.
@@ -17,8 +22,9 @@ the seed and the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -83,16 +89,32 @@ class Stream(IterableDataset[Raw]):
         self._place = torch.zeros(2, dtype=torch.int64)
         if shared:
             self._place.share_memory_()
+        self._saved: Mapping[str, Any] | None = None
+        self._generators: OwnGenerators | None = None
+        self._ended = False
 
-    def start_at(self, epoch: int, micro_batches: int) -> None:
-        """Let the next pass be over `epoch`, leaving out so many micro-batches (they are read, though)."""
+    def start_at(self, epoch: int, micro_batches: int, saved: Mapping[str, Any] | None = None) -> None:
+        """Let the next pass be over `epoch`, leaving out so many micro-batches.
+
+        They are read, unless `saved` is what `state` said when so many were through.
+        """
         self._place[0], self._place[1] = epoch, micro_batches
+        self._saved = saved
+
+    def state(self) -> dict[str, Any] | None:
+        """Where this process's reading stands, to be saved; None if the data set cannot say."""
+        if self._generators is None or not _knows_its_place(self.dataset) or _split_already(self.dataset):
+            return None
+        if self._ended:  # what data sets say then may mean the beginning
+            return {"ended": True}
+        return {"dataset": deepcopy(self.dataset.state_dict()), "generators": self._generators.states}
 
     def __iter__(self) -> Iterator[Raw]:
         worker = get_worker_info()
         number_of_worker, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         epoch, skipped = self._place.tolist()
-        for number, group in enumerate(self._groups(epoch)):
+        first = skipped if self._saved is not None else 0
+        for number, group in enumerate(self._groups(epoch), start=first):
             due = number - skipped
             if due >= 0 and due % workers == number_of_worker:
                 yield from self._share(group, epoch, number)
@@ -101,19 +123,27 @@ class Stream(IterableDataset[Raw]):
         """The samples of one micro-batch after the other, over all ranks."""
         size = self.dealing.per_rank * self.dealing.world_size
         generators = OwnGenerators(derive_seed("stream", self.dealing.seed, epoch))
-        source = None
+        saved, self._saved, source = self._saved, None, None
+        self._generators, self._ended = generators, saved is not None and "ended" in saved
+        if self._ended:
+            return
+        if saved is not None:
+            generators.states = saved["generators"]
         while True:
             with generators.in_place(), _as_if_no_worker():
                 if source is None:
-                    source = self._open(epoch)
+                    source = self._open(epoch, saved)
                 group = list(islice(source, size))
+            self._ended = len(group) < size
             if not group:
                 return
             yield group
 
-    def _open(self, epoch: int) -> Iterator[Any]:
+    def _open(self, epoch: int, saved: Mapping[str, Any] | None) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+        if saved is not None:
+            self.dataset.load_state_dict(saved["dataset"])
         return iter(self.dataset)
 
     def _share(self, group: list[Any], epoch: int, number: int) -> Iterator[Raw]:
@@ -164,6 +194,18 @@ def stream_loader(
 def _split_already(dataset: Any) -> bool:
     """Whether `datasets.distributed.split_dataset_by_node` has given each rank a stream of its own."""
     return getattr(dataset, "_distributed", None) is not None
+
+
+def _knows_its_place(dataset: Any) -> bool:
+    """Whether a data set can say where its reading stands, and go on from there with the very next sample."""
+    if not hasattr(dataset, "state_dict") or not hasattr(dataset, "load_state_dict"):
+        return False
+    source: Any = getattr(dataset, "_ex_iterable", None)  # of `datasets`: the stages of its pipeline
+    while source is not None:
+        if "Shuffled" in type(source).__name__:
+            return False
+        source = getattr(source, "ex_iterable", None)
+    return True
 
 
 @contextmanager

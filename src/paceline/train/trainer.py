@@ -142,6 +142,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
         self.is_in_train, self.training_mode = False, setup.TrainingMode()
         self.saving, self.interruption = checkpoints.Saving(), Interruption(self.args)
         self.progress: Callable[[], dict[str, Any]] = dict  # of the run, while there is one
+        self.place_in_stream: Callable[[], dict[str, Any] | None] = lambda: None  # of the run as well
         self.collectives = Collectives(lambda: f"step {self.state.global_step}")
         self.bad_steps = BadSteps(self.collectives)
         self.state, self.control = setup.fresh_state(self.args), TrainerControl()
@@ -320,7 +321,11 @@ class Trainer(DataPoints, Outputs, PeerNames):
         loss_only = self.args.prediction_loss_only or self.compute_metrics is None
         with self.memory.stage("eval") as memory:
             output = self.evaluation_loop(
-                self.get_eval_dataloader(eval_dataset), "Evaluation", loss_only, ignore_keys, metric_key_prefix
+                self.get_eval_dataloader(eval_dataset),
+                "Evaluation",
+                loss_only,
+                ignore_keys,
+                metric_key_prefix,
             )
         output.metrics.update(memory)
         self.log(output.metrics)
