@@ -83,11 +83,11 @@ class Reducer(TorchReducerNames):
         self.statistics = RunStatistics()
         self.options = options
         _retire_older(parameters)
-        self._peers = Peers(group)
+        self.peers = Peers(group)
         self._arrivals = Arrivals(self._first_gradient)
         self.layout = BucketLayout(
             parameters,
-            self._peers.world_size,
+            self.peers.world_size,
             options.caps,
             options.keep_shared,
             on_gradient=self._gradient_ready,
@@ -96,9 +96,9 @@ class Reducer(TorchReducerNames):
             tail_alone=options.skip_unused,
             always_trailing=options.delayed,
         )
-        self._agreement = PlanAgreement(self._peers, self.layout.specs, longest_timeout(group))
+        self._agreement = PlanAgreement(self.peers, self.layout.specs, longest_timeout(group))
         self._launcher = BucketLauncher(
-            self.layout, self._peers, Averaging(group), self.statistics, options.skip_unused, self._agreement
+            self.layout, self.peers, Averaging(group), self.statistics, options.skip_unused, self._agreement
         )
         self._looked = False  # at the module, in a forward since the last pass
         self._detached = self._retired = False  # retired: a newer wrapper averages
@@ -130,7 +130,7 @@ class Reducer(TorchReducerNames):
             return []  # in the latter case, checkpointing recomputes inside a backward: the pass goes on
         self._agreement.check()
         self.statistics.forward_begins(self.passes_finished + 1)
-        self._peers.withdraw_exception()
+        self.peers.withdraw_exception()
         if self._pass is not None:
             self._abandon(self._pass)
         if training and self.synchronise:
@@ -158,7 +158,7 @@ class Reducer(TorchReducerNames):
         Not inside a backward: checkpointing stops its recomputation by an exception that it handles.
         """
         if torch._C._current_graph_task_id() == -1:
-            self._peers.tell_exception(error)
+            self.peers.tell_exception(error)
 
     def shadow_pass(self) -> None:
         """Take part in the others' pass without data: zeros for every parameter, averages as they get.
@@ -197,7 +197,7 @@ class Reducer(TorchReducerNames):
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that gradients are averaged over."""
-        return self._peers.group
+        return self.peers.group
 
     @property
     def hook(self) -> CommHook | None:
@@ -219,7 +219,7 @@ class Reducer(TorchReducerNames):
 
     def users_of_parameters(self) -> list[int]:
         """Number of ranks that reached each parameter in the last synchronising pass."""
-        return self._lessons.users or [self._peers.world_size] * len(self.layout.slots)
+        return self._lessons.users or [self.peers.world_size] * len(self.layout.slots)
 
     @property
     def arrival_order(self) -> list[int] | None:
@@ -233,7 +233,7 @@ class Reducer(TorchReducerNames):
         allowed = self.options.find_unused_parameters or self.options.static_graph
         words = ""
         if unused and not allowed:
-            words = words_for_unused(self._peers, self.passes_finished, unused, self.layout.slots)
+            words = words_for_unused(self.peers, self.passes_finished, unused, self.layout.slots)
         for slot in self.layout.slots:
             slot.reached = False
         if words:
@@ -330,7 +330,7 @@ class Reducer(TorchReducerNames):
         self._launcher.launch_used(current, verdict)
         self._launcher.reduce_late(current, verdict.late_buckets)
         if self.divide_by_active and self.hook is None:
-            self._launcher.scale(self._peers.world_size / verdict.active_ranks())
+            self._launcher.scale(self.peers.world_size / verdict.active_ranks())
         nowhere = verdict.held_nowhere()
         for bucket in self.layout.buckets:
             bucket.hand_back(nowhere)
@@ -339,11 +339,11 @@ class Reducer(TorchReducerNames):
         self._compare_graph(current)
 
     def _check_verdict(self, current: BackwardPass, verdict: PassVerdict) -> None:
-        rank = self._peers.global_rank
-        failed = self._peers.in_job(verdict.failed_ranks())
+        rank = self.peers.global_rank
+        failed = self.peers.in_job(verdict.failed_ranks())
         if failed:
             StatisticsExchange.abandon()
-            words = words_for_failed_peer(self._peers, current.number, failed)
+            words = words_for_failed_peer(self.peers, current.number, failed)
             raise self.statistics.note(PeerFailedError(words))
         if not verdict.in_step():
             self._forwards, self.passes_finished = 0, max(verdict.pass_numbers)  # from here in step again
@@ -354,11 +354,11 @@ class Reducer(TorchReducerNames):
     def _learn(self, current: BackwardPass, verdict: PassVerdict) -> None:
         """What this pass teaches for the next: order of arrival, parameters often unused."""
         lessons = self._lessons
-        lessons.unused = verdict.unused_somewhere(self._peers.world_size)
+        lessons.unused = verdict.unused_somewhere(self.peers.world_size)
         lessons.users = verdict.users
         if lessons.order is None:
             device, count = self.layout.tail.device, len(self.layout.slots)
-            lessons.order = agree_on_order(current.arrivals, count, self._peers, current.number, device)
+            lessons.order = agree_on_order(current.arrivals, count, self.peers, current.number, device)
             lessons.replan_due = True
         unseen = lessons.unused.keys() - lessons.trailing
         if unseen and self.options.find_unused_parameters:
@@ -380,7 +380,7 @@ class Reducer(TorchReducerNames):
             changed = [s for s, count in zip(self.layout.slots, before, strict=True) if s.firings != count]
             unreached = [(slot.index, slot.name) for slot in changed if not slot.firings]
             names = [slot.name for slot in changed]
-            words = words_for_changed_graph(self._peers.global_rank, current.number, unreached, names)
+            words = words_for_changed_graph(self.peers.global_rank, current.number, unreached, names)
             raise self.statistics.note(GraphChangedError(words))
 
     def _reset(self) -> None:
@@ -424,7 +424,7 @@ class Reducer(TorchReducerNames):
         if current.standing.has_data:
             unreached = [slot.index for slot in self.layout.slots if not slot.reached]
         return RankReport(
-            rank=self._peers.rank,
+            rank=self.peers.rank,
             pass_number=current.number,
             plan_fingerprint=self.layout.plan.fingerprint,
             forwards=self._forwards,

@@ -67,7 +67,7 @@ class Clock:
 
     def watch(self, wrapper: Any) -> None:
         """Count what a wrapper waits as well, if it says so (paceline's does), from its making on."""
-        peers = getattr(getattr(wrapper, "reducer", None), "_peers", None)
+        peers = getattr(getattr(wrapper, "reducer", None), "peers", None)
         if peers is not None:
             self._waiters.append(peers)
 
