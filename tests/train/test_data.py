@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from paceline.errors import ArgumentError
-from paceline.train.data import (
-    EpochPlan,
-    StepBatches,
-    UsedEntries,
-    batch_size_of,
-    default_collate,
-    own_eval_batches,
-    to_device,
-    train_loader,
-)
+from paceline.train.batches import UsedEntries, batch_size_of, default_collate, to_device
+from paceline.train.data import EpochPlan, StepBatches, own_eval_batches, train_loader
 from paceline.train.orders import EpochOrder, LengthGroupedOrder, even_part, lengths_of
 from paceline.train.sampler import DistributedSampler
 from tests.train.models import settings

@@ -108,9 +108,8 @@ def normalise(args: TrainingArguments) -> None:
         setattr(args, name, _parsed(name, getattr(args, name)))
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
     args.report_to = reporters.names_of(args.report_to)
-    args.debug = [
-        _plain(each) for each in (args.debug.split() if isinstance(args.debug, str) else args.debug)
-    ]
+    debug = args.debug or []  # Hugging Face's parser leaves None where the option is not given
+    args.debug = [_plain(each) for each in (debug.split() if isinstance(debug, str) else debug)]
     args.include_num_input_tokens_seen = _spelled(args.include_num_input_tokens_seen)
     args.max_grad_norm = args.max_grad_norm or 0.0
     args.eval_delay = args.eval_delay or 0
