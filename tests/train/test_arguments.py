@@ -204,7 +204,7 @@ def test_groups_of_fields_are_set_as_hugging_face_sets_them(tmp_path: Path) -> N
         ("set_optimizer", {"name": "lomo"}, "optim"),
         ("set_lr_scheduler", {"name": "greedy"}, "lr_scheduler_type"),
         ("set_push_to_hub", {"model_id": "me/model"}, "push_to_hub|hub_model_id"),
-        ("set_dataloader", {"in_order": False}, "dataloader_in_order"),
+        ("set_dataloader", {"num_workers": -1}, "dataloader_num_workers"),
     ],
 )
 def test_what_no_field_of_a_group_can_be_is_refused_at_once(
@@ -268,7 +268,6 @@ def test_old_names_are_no_fields_and_new_ones_are() -> None:
     ("config", "word"),
     [
         ({"dispatch_batches": True}, "dispatch_batches"),
-        ({"use_seedable_sampler": False}, "use_seedable_sampler"),
         ({"gradient_accumulation_kwargs": {"adjust_scheduler": False}}, "adjust_scheduler"),
         ({"gradient_accumulation_kwargs": {"num_steps": 3}}, "num_steps"),
         ({"speed": 9}, "speed"),

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
 from paceline.train import charts, report
+from paceline.train.callbacks import TrainerCallback
 from paceline.train.clock import PHASES, Clock
 from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
@@ -95,7 +100,7 @@ def test_any_numbers_give_a_well_formed_chart(values: list[float]) -> None:
         "unchanged": [],
         "versions": [],
     }
-    text = report.render({**sizes, "charts": [drawn], "ranks": [[20.0] * 5]})
+    text = report.render({**sizes, "charts": [drawn], "ranks": [[100 / len(PHASES)] * len(PHASES)]})
     svg = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
     assert ElementTree.fromstring(svg).tag == "svg"
 
@@ -105,11 +110,35 @@ def test_nothing_to_draw_is_no_chart() -> None:
 
 
 def test_waiting_is_counted_once() -> None:
-    waited = 0.0
-    clock = Clock(lambda: waited)
+    own, of_wrapper = SimpleNamespace(waited_s=1.0), SimpleNamespace(waited_s=0.0)
+    clock = Clock([own])
+    clock.watch(SimpleNamespace(reducer=SimpleNamespace(peers=of_wrapper)))
+    clock.watch(nn.Linear(1, 1))  # a wrapper that does not say
     with clock.compute:
-        waited += 5.0
-    data, compute, waiting, optimizer, other = clock.shares()
-    assert (data, waiting, optimizer) == (0.0, 5.0, 0.0)
+        own.waited_s += 2.0
+        of_wrapper.waited_s += 3.0
+    with clock.evaluation:
+        of_wrapper.waited_s += 4.0
+    data, compute, waiting, optimizer, aside, other = clock.shares()
+    assert (data, waiting, optimizer) == (0.0, 9.0, 0.0)
     assert 0.0 <= other < 1.0
-    assert compute < 0.0  # nobody really waited: what was waiting is taken off
+    assert compute < 0.0 and aside < 0.0  # nobody really waited: what was waiting is taken off
+
+
+def train_and_look(rank: int, world_size: int, folder: Path) -> float:
+    trainer = Trainer(Regression(), settings(folder, max_steps=3), train_dataset=Points(24))
+
+    class Late(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            waits.append(trainer.model_wrapped.reducer.peers.waited_s)
+            time.sleep(0.2 if rank else 0.0)
+
+    waits: list[float] = []
+    trainer.add_callback(Late)
+    trainer.train()
+    return waits[-1]
+
+
+def test_what_the_wrapper_waited_is_known(tmp_path: Path) -> None:
+    waited, _ = run_ranks(train_and_look, 2, tmp_path)
+    assert waited > 0.0

@@ -1,8 +1,10 @@
-"""Where a rank's time goes: data, forward and backward, waiting for others, optimizer.
+"""Where a rank's time goes: data, forward and backward, waiting for others, optimizer, evaluation and saving.
 
     with clock.data: ...        next micro-batches
     with clock.compute: ...     forward and backward, less what of it was waiting
     with clock.optimizer: ...   clip, optimizer and schedule
+    with clock.evaluation: ...  evaluations
+    with clock.saving: ...      checkpoints, as far as training waits for them
 
 Waiting is what this rank spends in collectives on a CPU. On an accelerator collectives run
 beside the rank, so their time is inside forward and backward.
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 
 from paceline.recorder.ring import recorder
 
-PHASES = ("data", "forward and backward", "waiting", "optimizer", "other")
+PHASES = ("data", "forward and backward", "waiting", "optimizer", "evaluation and saving", "other")
 
 
 class Waiter(Protocol):
@@ -64,6 +66,8 @@ class Clock:
         self.data = Phase("loading data", waiters)
         self.compute = Phase("forward and backward", waiters)
         self.optimizer = Phase("the optimizer's step", waiters)
+        self.evaluation = Phase("evaluation", waiters)
+        self.saving = Phase("saving a checkpoint", waiters)
 
     def watch(self, wrapper: Any) -> None:
         """Count what a wrapper waits as well, if it says so (paceline's does), from its making on."""
@@ -83,6 +87,7 @@ class Clock:
             self.compute.seconds,
             _waited(self._waiters) - self._waited_before,
             self.optimizer.seconds,
+            self.evaluation.seconds + self.saving.seconds,
         ]
         return [*known, max(self.total - sum(known), 0.0)]
 

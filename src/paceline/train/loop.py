@@ -174,8 +174,8 @@ def _log_evaluate_save(run: Run, outcome: StepOutcome | None = None) -> None:
         _evaluate(run)
         _agree(trainer)
     if trainer.control.should_save:
-        recorder().phase("saving a checkpoint")
-        trainer._save_checkpoint(trainer.model_wrapped, None)
+        with run.clock.saving:
+            trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer.control.should_save = False
         trainer.fire("on_save")
         _agree(trainer)
@@ -222,9 +222,9 @@ def _log(run: Run, outcome: StepOutcome | None) -> None:
 def _evaluate(run: Run, moves_schedule: bool = True) -> None:
     trainer = run.trainer
     trainer.control.should_evaluate = False
-    recorder().phase("evaluation")
     _settle_before_forks(trainer)
-    metrics = trainer._evaluate(None, run.ignore_keys)
+    with run.clock.evaluation:
+        metrics = trainer._evaluate(None, run.ignore_keys)
     if moves_schedule and isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
         trainer.lr_scheduler.step(checkpoints.metric_of(trainer.args, metrics))
     is_best = trainer._determine_best_metric(metrics)
