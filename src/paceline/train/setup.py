@@ -77,9 +77,10 @@ class TrainingMode:
         self._modules: list[nn.Module] = []
 
     def switch_on(self, model: nn.Module) -> None:
-        """Call ``model.train()`` unless all modules are training."""
+        """Call ``model.train()`` the first time, and later unless all modules are training."""
         if self._model is not model:
             self._model, self._modules = model, list(model.modules())
+            model.train()  # it may be the model's own, which keeps some modules as they are
         for module in self._modules:
             if not module.training:
                 model.train()

@@ -180,7 +180,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
         if self.model_init is not None:
             seed_all(self.args.seed)
             self._take_model(self.call_model_init())
-        self.is_in_train = True
+        self.is_in_train, self.training_mode = True, setup.TrainingMode()
         self.memory.start("train")
         try:
             batch_size.find(self)
