@@ -44,9 +44,12 @@ seen = {
 import numpy, torch
 seen["torch threads"] = torch.get_num_threads()
 seen["drawn"] = [random.random(), float(numpy.random.rand()), float(torch.rand(1)), torch.initial_seed()]
-with open(os.path.join(os.environ["FOLDER"], f"{os.environ['RANK']}.json"), "w") as file:
+with open(os.path.join(os.environ["FOLDER"], os.environ["RANK"]), "w") as file:
     json.dump(seen, file)
-if "raise" in sys.argv: [][0]
+os.rename(file.name, file.name + ".json")
+if "raise" in sys.argv:
+    while not all(os.path.exists(f"{os.environ['FOLDER']}/{rank}.json") for rank in range(2)): pass
+    [][0]
 """
 
 

@@ -283,7 +283,8 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     _prepare(rank, environment)
     request = rank.request
     recorder.observe()
-    rank_main.run(request["kind"], request["name"], *request["arguments"], hide=(__file__,))
+    program = (request["kind"], request["name"], *request["arguments"])
+    rank_main.run(request["told"], *program, hide=(__file__,))
 
 
 if __name__ == "__main__":

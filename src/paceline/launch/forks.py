@@ -75,13 +75,16 @@ class ForkServer:
             self._greeted = True
         return self._obstacle
 
-    def fork(self, program: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]) -> int:
+    def fork(
+        self, program: Sequence[str], environment: Mapping[str, str], streams: Sequence[int], told: Path
+    ) -> int:
         """Fork one rank.
 
         Args:
             program: kind, name and arguments of what it runs.
             environment: its whole environment.
             streams: descriptors of its stdin, stdout and stderr.
+            told: the file in which it is to tell how its script ended.
 
         Returns:
             The number of its process, which stays until ``reap``.
@@ -89,7 +92,7 @@ class ForkServer:
         self.obstacle()  # waited for here, where a signal is noticed
         kind, name, *arguments = program
         self._send({"do": "fork", "kind": kind, "name": name, "arguments": arguments,
-                    "environment": dict(environment)}, streams)  # fmt: skip
+                    "environment": dict(environment), "told": str(told)}, streams)  # fmt: skip
         return int(self._answer()["pid"])
 
     def open_store(self, listener: socket.socket, address: str) -> None:
