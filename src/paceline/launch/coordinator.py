@@ -2,7 +2,8 @@
 
     GATHERING    launchers connect ("hello", "ready"); enough of them -> "round"
     RUNNING      signs of life; "failed", "outcome", a host lost or joined -> "stop" to all
-    COLLECTING   every host hands in its "outcome", or is lost -> "verdict" to all
+    COLLECTING   every host hands in its "outcome", or is lost -> "verdict" to all;
+                 who said first that it failed hears "stop" only when another host has failed as well
     then GATHERING again, or OVER
 
 It runs in a thread of the main host's launcher, which takes part through a connection like every
@@ -62,6 +63,7 @@ class Member:
     is_main: bool
     clock: float = 0.0  # what to add to its times to have ours
     ready: bool = False
+    stopping: bool = False
     outcome: dict[str, Any] | None = None
     lost: str = ""
 
@@ -145,11 +147,11 @@ class Membership:
         if kind == "ready":
             member.ready = True
         elif kind == "failed" and self.phase == RUNNING:
-            self._collect()
+            self._collect(but=member)
         elif kind == "outcome":
             member.outcome = message
             if message["told"] is not None or any(_failed(ending) for ending in message["endings"]):
-                self._collect()
+                self._collect(but=member)
 
     def lose(self, member: Member, why: str) -> None:
         """A host is not there any more."""
@@ -214,7 +216,7 @@ class Membership:
             return
         self._in_round, self._joined, self.phase = list(order), [], RUNNING
         for group_rank, member in enumerate(order):
-            member.ready, member.outcome = False, None
+            member.ready, member.stopping, member.outcome = False, False, None
             member.connection.send(
                 kind="round",
                 number=self.rounds,
@@ -224,11 +226,14 @@ class Membership:
             )
         self.rounds += 1
 
-    def _collect(self) -> None:
-        if self.phase == RUNNING:
+    def _collect(self, but: Member | None = None) -> None:
+        """The round is over: stop the ranks of all hosts (``but`` sees to its own)."""
+        if self.phase in (RUNNING, COLLECTING):
             self.phase = COLLECTING
             for member in self._in_round:
-                member.connection.send(kind="stop")
+                if member is not but and not member.stopping:
+                    member.stopping = True
+                    member.connection.send(kind="stop")
 
     def _conclude(self) -> None:
         events = self._events()

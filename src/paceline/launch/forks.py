@@ -17,13 +17,10 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launch import fork_server
+from paceline.launch.interrupted import Interrupted
 from paceline.launch.leash import leash
 
 _STEP = 0.2  # seconds between two looks at what the launcher was told, while the server works
-
-
-class Interrupted(Exception):  # noqa: N818  (nothing went wrong)
-    """The launcher was told to end while it waited."""
 
 
 class ForkServer:

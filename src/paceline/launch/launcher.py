@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,8 +35,9 @@ from paceline.launch.attempt import Attempt, AttemptFolder, Screens
 from paceline.launch.config import LaunchConfig
 from paceline.launch.devices import VISIBLE, start_counting
 from paceline.launch.failure import only_lost_peers
-from paceline.launch.forks import ForkServer, Interrupted
+from paceline.launch.forks import ForkServer
 from paceline.launch.guardian import Guardian
+from paceline.launch.interrupted import Interrupted
 from paceline.launch.job import Job, LocalJob, Outcome, Round, Verdict
 from paceline.launch.member import HostsJob
 from paceline.launch.rank_environment import Meeting, RankSeat, rank_environment, shared_environment
@@ -105,7 +106,15 @@ class _Launcher:
 
     def run(self, inherited: Mapping[str, str]) -> int:
         """Run all rounds. Returns the exit status (see the function ``launch``)."""
-        count = (lambda: (0, "cpu")) if self._config.cpu else start_counting()
+        try:
+            return self._run(inherited)
+        except Interrupted:  # before there was any rank
+            number = self._inbox.received[0]
+            self._write(f"paceline launch: ended by {signal.Signals(number).name}\n")
+            return 128 + number
+
+    def _run(self, inherited: Mapping[str, str]) -> int:
+        count = self._start_counting()
         ranks = self._config.ranks_per_host or max(1, min(count()[0], self._most_devices()))
 
         def shared(use_cpu: bool, variables: Mapping[str, str]) -> dict[str, str]:
@@ -120,17 +129,19 @@ class _Launcher:
 
         with ExitStack() as stack:
             before_torch = shared(self._config.cpu, {})
-            server = ForkServer(rank_program(self._config), before_torch, lambda: self._inbox.told_to_end)
+            server = ForkServer(rank_program(self._config), before_torch, self._told_to_end)
             stack.callback(server.close)
             job = self._join_job(ranks)
             stack.callback(job.close)
-            try:
-                devices, kind = count()
-                return self._rounds(job, server, shared(devices == 0, self._visible_devices(kind)))
-            except Interrupted:  # before there was any rank
-                number = self._inbox.received[0]
-                self._write(f"paceline launch: ended by {signal.Signals(number).name}\n")
-                return 128 + number
+            devices, kind = count()
+            return self._rounds(job, server, shared(devices == 0, self._visible_devices(kind)))
+
+    def _start_counting(self) -> Callable[[], tuple[int, str]]:
+        """Begin to count devices, where nobody has said that there are none."""
+        return (lambda: (0, "cpu")) if self._config.cpu else start_counting(self._told_to_end)
+
+    def _told_to_end(self) -> bool:
+        return self._inbox.told_to_end
 
     def _join_job(self, ranks: int) -> Job:
         config = self._config
@@ -220,7 +231,7 @@ class _Launcher:
         if attempt.failed:
             job.announce_failure()
         attempt.wait(_LAST_WORDS, until=lambda: False)
-        attempt.wait(_SETTLE, until=lambda: self._cause_is_known(attempt))
+        attempt.wait(_SETTLE, until=lambda: self._cause_is_known(attempt) or job.stop_requested())
 
     def _look_for_stragglers(self, attempt: Attempt) -> None:
         now = time.monotonic()

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import LaunchError
 from paceline.launch.config import Hosts
 from paceline.launch.coordinator import Coordinator
-from paceline.launch.forks import Interrupted
+from paceline.launch.interrupted import Interrupted
 from paceline.launch.job import Events, Job, Outcome, Round, Verdict, judge
 from paceline.launch.wire import BEAT, PROTOCOL, Connection, interface_of, is_ours
 
