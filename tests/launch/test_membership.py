@@ -148,6 +148,12 @@ def test_a_silent_host_is_lost_late_alone_and_soon_when_others_failed() -> None:
     assert "lost a host: h1: nothing was heard of it for 20 s" in verdict["report"]
     job = Job(silence=30.0)
     h0, h1 = started(job, "h0", "h1")
+    job.say(h0, "failed")
+    h1.silence = 20.0
+    job.state.look()
+    assert h0.heard("stop") == 1  # there is nothing to learn from h1
+    job = Job(silence=30.0)
+    h0, h1 = started(job, "h0", "h1")
     h1.silence = 31.0
     job.state.look()
     assert h0.heard("stop") == 1

@@ -3,7 +3,7 @@
     GATHERING    launchers connect ("hello", "ready"); enough of them -> "round"
     RUNNING      signs of life; "failed", "outcome", a host lost or joined -> "stop" to all
     COLLECTING   every host hands in its "outcome", or is lost -> "verdict" to all;
-                 who said first that it failed hears "stop" only when another host has failed as well
+                 who said first that it failed hears "stop" when another failed as well, or is lost
     then GATHERING again, or OVER
 
 It runs in a thread of the main host's launcher, which takes part through a connection like every
@@ -158,7 +158,7 @@ class Membership:
         if member.lost:
             return
         member.lost = why
-        if member in self._in_round and self.phase == RUNNING and member.outcome is None:
+        if member in self._in_round and self.phase in (RUNNING, COLLECTING) and member.outcome is None:
             self._collect()
         elif member not in self._in_round or self.phase == GATHERING:
             self.members.remove(member)
