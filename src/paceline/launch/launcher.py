@@ -157,6 +157,8 @@ class _Launcher:
         )
 
     def _rounds(self, job: Job, server: ForkServer, shared: Mapping[str, str]) -> int:
+        if self._config.hosts.several:  # whose ranks are to start at one moment, and not when torch is there
+            self._forks(server)
         while True:
             now = job.next_round()
             if now.listener is not None:
@@ -185,11 +187,10 @@ class _Launcher:
         self, job: Job, now: Round, folder: AttemptFolder, server: ForkServer, shared: Mapping[str, str]
     ) -> Outcome:
         """Start this host's ranks and watch them; none of their processes is left afterwards."""
-        fork = may_fork(self._config) and server.obstacle() is None
         seats = _seats(now)
         attempt = Attempt(
             self._config, self._run_id, self._screens, self._guardian, folder, seats,
-            server if fork else None, server.processes,
+            server if self._forks(server) else None, server.processes,
         )  # fmt: skip
         try:
             meeting = Meeting(self._run_id, now.master_addr, now.master_port, now.number,
@@ -216,6 +217,10 @@ class _Launcher:
         outcome = Outcome(tuple(attempt.endings()), told)
         attempt.close()
         return outcome
+
+    def _forks(self, server: ForkServer) -> bool:
+        """Whether ranks are forked; where they may be, waits until the server can."""
+        return may_fork(self._config) and server.obstacle() is None
 
     def _watch(self, attempt: Attempt, job: Job) -> None:
         """Until there is a reason to stop the ranks, or none is left."""

@@ -215,7 +215,7 @@ class Pump:
             left -= read
 
     def _read(self, stream: RankStream) -> int | None:
-        """Pass on what is there. Returns how many bytes that were: 0 at the end of the stream, None for now."""
+        """Pass on what is there. Returns how many bytes: 0 at the end of the stream, None for now."""
         try:
             data = os.read(stream.source, 1 << 16)
         except BlockingIOError:
