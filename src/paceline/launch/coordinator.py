@@ -3,7 +3,7 @@
     GATHERING    launchers connect ("hello", "ready"); enough of them -> "round"
     RUNNING      signs of life; "failed", "outcome", a host lost or joined -> "stop" to all
     COLLECTING   every host hands in its "outcome", or is lost -> "verdict" to all;
-                 who said first that it failed hears "stop" when another failed as well, or is lost
+                 who said first that it failed hears "stop" once another host has a cause, or is lost
     then GATHERING again, or OVER
 
 It runs in a thread of the main host's launcher, which takes part through a connection like every
@@ -150,7 +150,8 @@ class Membership:
             self._collect(but=member)
         elif kind == "outcome":
             member.outcome = message
-            if message["told"] is not None or any(_failed(ending) for ending in message["endings"]):
+            is_cause = _may_be_the_cause if self.phase == COLLECTING else _failed
+            if message["told"] is not None or any(is_cause(ending) for ending in message["endings"]):
                 self._collect(but=member)
 
     def lose(self, member: Member, why: str) -> None:
@@ -396,6 +397,11 @@ def _ending(member: Member, fields: dict[str, Any]) -> Ending:
 
 def _failed(fields: dict[str, Any]) -> bool:
     return fields["exit_code"] != 0 and not fields["stopped"]
+
+
+def _may_be_the_cause(fields: dict[str, Any]) -> bool:
+    """Failed, left, or was found stopped: whatever others have waited for in vain."""
+    return fields["frozen"] or not fields["stopped"]
 
 
 def _say(text: str) -> str:

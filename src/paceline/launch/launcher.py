@@ -47,7 +47,7 @@ from paceline.launch.signals import SignalInbox
 _LAST_WORDS = 0.1  # seconds for what a failed rank wrote last to be read, and for others to fail with it
 _SETTLE = 1.0  # seconds to wait for the cause when all that is known is that a peer was lost
 _STRAGGLER_LOOK = 2.0  # seconds between two looks at what the ranks record
-_GRACE_AFTER_FAILURE = 2.0  # seconds a rank has to end after another one failed
+_GRACE_AFTER_FAILURE = 1.5  # seconds a rank has to end after another one failed
 _OUTPUT_LIMIT = 2.0  # seconds for whoever reads our output to take the rest, once we were told to end
 _GRACE_AFTER_INTERRUPT = 5.0  # seconds a rank has to end after Ctrl-C, with somebody waiting for it
 _GRACE_AFTER_SIGNAL = 30.0  # ... after SIGTERM, which schedulers send half a minute before they kill
