@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from paceline import environment
-from paceline.about import about
-from paceline.diagnose.afterwards import explain
 from paceline.errors import ArgumentError, PacelineError
 from paceline.launch.config_file import default_config_file, find_config_file
 from paceline.launch.flags import add_launch_arguments, config_from
-from paceline.launch.questions import ask, write
 
 _USAGE_ERROR = 2
+
+# Each command imports what it needs itself: `launch` is measured by the time until the ranks run.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paceline", description="Data-parallel training on PyTorch.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"paceline {_version()}")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     launch = commands.add_parser(
         "launch", help="start a training script on several ranks", allow_abbrev=False, add_help=False
@@ -71,8 +70,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _ShowVersion(argparse.Action):
+    """As argparse's own, but the version is looked up when somebody asks for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib import metadata
+
+        print(f"paceline {metadata.version('paceline')}")
+        parser.exit()
+
+
 def _launch(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
-    from paceline.launch.launcher import launch  # here, so that a wrong command line is answered at once
+    from paceline.launch.launcher import launch
 
     config = config_from(understood, unknown, environment.snapshot())
     _tell_default_config_file(understood)
@@ -96,6 +105,8 @@ def _tell_default_config_file(understood: argparse.Namespace) -> None:
 
 
 def _config(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    from paceline.launch.questions import ask, write
+
     _refuse(unknown)
     path = Path(understood.config_file or default_config_file(environment.snapshot()))
     write(ask(input), path)
@@ -104,12 +115,16 @@ def _config(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
 
 
 def _diagnose(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    from paceline.diagnose.afterwards import explain
+
     _refuse(unknown)
     print(explain(understood.folder), end="")
     return 0
 
 
 def _env(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
+    from paceline.about import about
+
     _refuse(unknown)
     print(about(environment.snapshot()), end="")
     return 0
@@ -118,10 +133,3 @@ def _env(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
 def _refuse(unknown: Sequence[str]) -> None:
     if unknown:
         raise ArgumentError(f"there is no option {unknown[0]}")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("paceline")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -60,3 +60,29 @@ def explained(rank: int, world: int) -> list[str]:
 
 def test_both_of_gloos_ways_to_say_that_time_is_up_are_understood() -> None:
     assert run_ranks(explained, 2, timeout=60) == [["CollectiveTimeoutError"] * 2] * 2
+
+
+def behind_a_rank_that_sleeps(rank, world):
+    """Of the collectives in flight one times out, and the others fail because it did."""
+    peers = Peers(dist.group.WORLD)
+    if rank:
+        time.sleep(4)
+        return None
+    works = [dist.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(2)]
+    raised = []
+    for work in works:
+        with pytest.raises(CollectiveTimeoutError) as error:
+            peers.wait(work, lambda: "all-reduce")
+        raised.append(error.value)
+    return [(str(error), _depth(error)) for error in raised]
+
+
+def _depth(error: BaseException | None) -> int:
+    return 0 if error is None else 1 + _depth(error.__cause__ or error.__context__)
+
+
+def test_what_fails_because_of_a_timeout_is_a_timeout() -> None:
+    waited, _ = run_ranks(behind_a_rank_that_sleeps, 2, backend="gloo", group_timeout=1, timeout=60)
+    for words, depth in waited:
+        assert "rank 1 did not come before the timeout" in words
+        assert depth == 2  # what was raised, and what the group said

@@ -27,9 +27,9 @@ folder, rank = os.environ["FOLDER"], os.environ["RANK"]
 children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=away)
             for away in (False, True)]
 for name, pid in (("rank", os.getpid()), ("near", children[0].pid), ("away", children[1].pid)):
-    with open(f"{folder}/new", "w") as file:
+    with open(f"{folder}/new_{rank}", "w") as file:
         file.write(str(pid))
-    os.rename(f"{folder}/new", f"{folder}/pid_{name}_{rank}")
+    os.rename(file.name, f"{folder}/pid_{name}_{rank}")
 """
 WAIT = "time.sleep(300)\n"
 
@@ -55,6 +55,26 @@ def test_an_exception_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
     [log] = (tmp_path / "logs").rglob("attempt_0/1/stderr.log")
     assert f"all that rank 1 wrote to stderr: {log}" in last_lines(done)
     assert log.read_text().endswith("ValueError: boom-4711\n")
+
+
+def test_who_raised_need_not_be_gone_for_the_others_to_be_stopped(tmp_path: Path) -> None:
+    """An interpreter that shuts down slowly keeps its connections; it may do so, for a while."""
+    text = """
+import atexit, time
+if os.environ["RANK"] == "1":
+    atexit.register(lambda: print("tidied up") or time.sleep({seconds}))
+    sys.stderr = open(os.devnull, "w")
+    raise ValueError("mine")
+time.sleep(300)
+"""
+    for seconds in (0.5, 300):
+        done = run("--num_processes", "2", script(tmp_path, FAMILY + text.format(seconds=seconds)),
+                   FOLDER=str(tmp_path))  # fmt: skip
+        assert done.returncode == 1
+        assert done.stdout == "[rank1]: tidied up\n"
+        assert "rank 1 failed first (exit code 1" in done.stderr
+        assert last_lines(done, 1) == "[rank1]: ValueError: mine"
+        assert still_alive(pids_in(tmp_path), within=0) == []
 
 
 def test_a_peer_that_notices_first_is_not_blamed(tmp_path: Path) -> None:

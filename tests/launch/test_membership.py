@@ -108,8 +108,9 @@ def test_a_failure_stops_the_others_and_all_get_the_same_report() -> None:
     job = Job()
     h0, h1 = started(job, "h0", "h1")
     job.say(h1, "failed")
-    assert h0.heard("stop") == 1
+    assert (h0.heard("stop"), h1.heard("stop")) == (1, 0)  # h1 may wait for the cause of its failure
     job.outcome(h0, ending(0, 1, LOST), ending(1, -15, stopped=True))
+    assert (h0.heard("stop"), h1.heard("stop")) == (1, 1)
     assert h0.heard("verdict") == 0
     job.outcome(h1, ending(2, 3, BOOM), ending(3))
     for host in (h0, h1):
@@ -145,6 +146,23 @@ def test_a_silent_host_is_lost_late_alone_and_soon_when_others_failed() -> None:
     verdict = h0.last("verdict")
     assert not verdict["again"] and verdict["status"] == 1
     assert "lost a host: h1: nothing was heard of it for 20 s" in verdict["report"]
+    for cause in ({"exit_code": 0}, {"exit_code": -9, "stopped": True, "frozen": True}):
+        job = Job()
+        h0, h1 = started(job, "h0", "h1")
+        job.say(h0, "failed")
+        job.outcome(h1, ending(2) | cause, ending(3, -15, stopped=True))
+        assert h0.heard("stop") == 1
+    job = Job()
+    h0, h1 = started(job, "h0", "h1")
+    job.say(h0, "failed")
+    job.outcome(h1, ending(2, -15, stopped=True), ending(3, -15, stopped=True))
+    assert h0.heard("stop") == 0  # the cause is yet to be seen, on h0
+    job = Job(silence=30.0)
+    h0, h1 = started(job, "h0", "h1")
+    job.say(h0, "failed")
+    h1.silence = 20.0
+    job.state.look()
+    assert h0.heard("stop") == 1  # there is nothing to learn from h1
     job = Job(silence=30.0)
     h0, h1 = started(job, "h0", "h1")
     h1.silence = 31.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,3 +134,16 @@ def test_the_pump_loses_nothing_of_what_was_written_before_the_end(scene: Scene)
         assert lines == [b"[rank%d]: line %d" % (rank, number) for number in range(200)]
     for writer in writers[1:]:
         os.close(writer)
+
+
+def test_a_stranger_that_writes_for_ever_does_not_hold_the_pump(scene: Scene) -> None:
+    stream, writer = scene.stream(0, b"[rank0]: ")
+    pump = Pump([stream])
+    with subprocess.Popen(["yes"], stdout=writer, stderr=subprocess.DEVNULL) as stranger:
+        os.close(writer)
+        time.sleep(0.2)
+        pump.finish()
+        ended = pump.finished(within=30)
+        stranger.kill()
+    assert ended
+    assert set(scene.shown().splitlines()[:-1]) == {b"[rank0]: y"}

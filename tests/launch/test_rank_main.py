@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ if __name__ == "__main__":
 def plain_and_ours(folder: Path, kind: str, name: str, *arguments: str) -> list[tuple[int, str, str]]:
     plain = ["-m", name] if kind == "module" else [name]
     results = []
-    for words in (plain, [rank_main.__file__, kind, name]):
+    for words in (plain, [rank_main.__file__, str(folder / "told.json"), kind, name]):
         done = subprocess.run(
             [sys.executable, "-u", *words, *arguments],
             cwd=folder,
@@ -57,6 +58,26 @@ def test_the_same_as_under_python(tmp_path: Path, kind: str, name: str, argument
     script(tmp_path, WHO_AM_I)
     plain, ours = plain_and_ours(tmp_path, kind, name, argument, "--more")
     assert ours == plain
+    assert json.loads((tmp_path / "told.json").read_text())["status"] == plain[0]
+
+
+def test_the_end_is_told_before_the_interpreter_shuts_down(tmp_path: Path) -> None:
+    text = f"""
+import atexit, os, sys
+@atexit.register
+def at_exit(): print(os.path.exists({str(tmp_path / "told.json")!r}))
+sys.stderr = open(os.devnull, "w")
+if os.fork() == 0: raise KeyError("of a child")
+os.wait()
+print(os.path.exists({str(tmp_path / "told.json")!r}))
+raise ValueError("mine")
+"""
+    script(tmp_path, text)
+    _, (_, out, _) = plain_and_ours(tmp_path, "script", "job.py")
+    assert out.splitlines() == ["False", "False", "True"]
+    told = json.loads((tmp_path / "told.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert told.startswith("Traceback (most recent call last):") and told.endswith("ValueError: mine\n")
+    assert "rank_main" not in told
 
 
 @pytest.mark.parametrize("text", ["def f(:", "import no_such_module_here", SPAWN, "raise KeyboardInterrupt"])

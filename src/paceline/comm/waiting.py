@@ -46,8 +46,9 @@ SLICE = datetime.timedelta(seconds=0.2)
 DEATH_GRACE_S = 1.0  # how long a connection may be broken before the process behind it is gone
 STORE_PATIENCE_S = 2.0
 POLL_S = 0.05
-# What process groups say when another rank is behind an error, and not the collective itself.
+# What Gloo says when a rank did not come: of the operation that waited for it, and of those behind it.
 _TIMEOUT = re.compile("timed out|application timeout", re.I)
+# What process groups say when another rank is behind an error, and not the collective itself.
 _CONNECTION = re.compile("connection|socket|peer|broken pipe|read error|write error|network|remote", re.I)
 
 
@@ -409,10 +410,11 @@ def _wait_slice(work: dist.Work) -> bool:
     """Wait one slice; False when the work is still under way, raises when it failed."""
     try:
         work.wait(SLICE)
+        return True
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it may have ended just after the slice did: only now we know whether it failed
+    work.wait()  # it may have ended just after the slice did: only now we know whether it failed
     return True
 
 

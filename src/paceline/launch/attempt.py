@@ -88,6 +88,10 @@ class AttemptFolder:
         """Where torch elastic's ``@record`` in this rank writes an exception; makes the folder."""
         return self._of(self.logs or self.scratch, local_rank) / "error.json"
 
+    def told_file(self, local_rank: int) -> Path:
+        """Where ``rank_main.py`` in this rank tells how its script ended; makes the folder."""
+        return self._of(self.scratch, local_rank) / "told.json"
+
     def log_file(self, local_rank: int, name: str) -> Path | None:
         """Where the rank's stream of this name is kept, if it is; makes the folder."""
         return self._of(self.logs, local_rank) / f"{name}.log" if self.logs else None
@@ -173,7 +177,7 @@ class Attempt:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank ended by itself, and not well."""
+        """Whether a rank ended by itself, and not well, or is about to."""
         return any(rank.failed for rank in self._ranks)
 
     @property
@@ -182,8 +186,8 @@ class Attempt:
         return any(rank.running for rank in self._ranks)
 
     def endings(self) -> list[Ending]:
-        """How the ranks that have ended did so."""
-        return [self._ending(rank) for rank in self._ranks if rank.exit_code is not None]
+        """How the ranks ended that have ended, or whose script has."""
+        return [self._ending(rank) for rank in self._ranks if rank.status is not None]
 
     def states(self) -> dict[int, RankState]:
         """What the ranks of this host are doing, by rank, as far as they record it."""
@@ -230,7 +234,8 @@ class Attempt:
         for rank in self._ranks:
             # A Python rank may still need its data loading workers, to get to a checkpoint;
             # another program (a shell, say) does not pass signals on to what it started.
-            rank.send(number, whole_group=self._config.no_python)
+            if not rank.leaving:  # else it may tidy up
+                rank.send(number, whole_group=self._config.no_python)
         for rank in self._ranks:
             if rank.was_stopped:  # it can take no other signal
                 rank.send(signal.SIGKILL, whole_group=True)
@@ -280,9 +285,10 @@ class Attempt:
     def _start_process(
         self, seat: RankSeat, environment: Mapping[str, str], streams: StandardStreams
     ) -> RankProcess:
+        told = self.folder.told_file(seat.local_rank)
         if self._server is None:
-            return SpawnedRank(seat, rank_command(self._config), environment, streams)
-        return ForkedRank(seat, self._server, rank_program(self._config), environment, streams)
+            return SpawnedRank(seat, rank_command(self._config, told), environment, streams, told)
+        return ForkedRank(seat, self._server, rank_program(self._config), environment, streams, told)
 
     def _open_stream(self, seat: RankSeat, which: int) -> tuple[RankStream, int]:
         """One stream of a rank, and the descriptor the rank writes to."""
@@ -312,7 +318,7 @@ class Attempt:
         return open(path, "wb", buffering=0) if path else None
 
     def _ending(self, rank: RankProcess) -> Ending:
-        assert rank.exit_code is not None
+        assert rank.status is not None
         assert rank.ended_at is not None
         stderr = self._stderr[rank.seat.rank]
         local_rank = rank.seat.local_rank
@@ -321,12 +327,12 @@ class Attempt:
         return Ending(
             rank=rank.seat.rank,
             pid=rank.pid,
-            exit_code=rank.exit_code,
+            exit_code=rank.status,
             ended_at=rank.ended_at,
             stopped=rank.signalled,
             stderr=stderr.tail,
             traceback_at=stderr.traceback_at,
-            error_file=_read(self.folder.error_file(local_rank)),
+            error_file=_read(self.folder.error_file(local_rank)) or _read(rank.told),
             log=str(log) if log and logged else None,
             frozen=rank.was_stopped,
             state=self._states.get(rank.seat.rank),

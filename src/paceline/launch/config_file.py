@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from paceline.errors import ArgumentError
 from paceline.launch.options import options
 from paceline.launch.refused import reason_against
@@ -75,6 +73,8 @@ def read_config_file(name: str | None, environment: Mapping[str, str]) -> dict[s
 
 
 def _parse(path: Path) -> dict[str, Any]:
+    import yaml  # here: most launches have no such file, and it takes as long as all the rest
+
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)

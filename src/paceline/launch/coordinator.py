@@ -2,7 +2,8 @@
 
     GATHERING    launchers connect ("hello", "ready"); enough of them -> "round"
     RUNNING      signs of life; "failed", "outcome", a host lost or joined -> "stop" to all
-    COLLECTING   every host hands in its "outcome", or is lost -> "verdict" to all
+    COLLECTING   every host hands in its "outcome", or is lost -> "verdict" to all;
+                 who said first that it failed hears "stop" once another host has a cause, or is lost
     then GATHERING again, or OVER
 
 It runs in a thread of the main host's launcher, which takes part through a connection like every
@@ -62,6 +63,7 @@ class Member:
     is_main: bool
     clock: float = 0.0  # what to add to its times to have ours
     ready: bool = False
+    stopping: bool = False
     outcome: dict[str, Any] | None = None
     lost: str = ""
 
@@ -145,18 +147,19 @@ class Membership:
         if kind == "ready":
             member.ready = True
         elif kind == "failed" and self.phase == RUNNING:
-            self._collect()
+            self._collect(but=member)
         elif kind == "outcome":
             member.outcome = message
-            if message["told"] is not None or any(_failed(ending) for ending in message["endings"]):
-                self._collect()
+            is_cause = _may_be_the_cause if self.phase == COLLECTING else _failed
+            if message["told"] is not None or any(is_cause(ending) for ending in message["endings"]):
+                self._collect(but=member)
 
     def lose(self, member: Member, why: str) -> None:
         """A host is not there any more."""
         if member.lost:
             return
         member.lost = why
-        if member in self._in_round and self.phase == RUNNING and member.outcome is None:
+        if member in self._in_round and self.phase in (RUNNING, COLLECTING) and member.outcome is None:
             self._collect()
         elif member not in self._in_round or self.phase == GATHERING:
             self.members.remove(member)
@@ -214,7 +217,7 @@ class Membership:
             return
         self._in_round, self._joined, self.phase = list(order), [], RUNNING
         for group_rank, member in enumerate(order):
-            member.ready, member.outcome = False, None
+            member.ready, member.stopping, member.outcome = False, False, None
             member.connection.send(
                 kind="round",
                 number=self.rounds,
@@ -224,11 +227,14 @@ class Membership:
             )
         self.rounds += 1
 
-    def _collect(self) -> None:
-        if self.phase == RUNNING:
+    def _collect(self, but: Member | None = None) -> None:
+        """The round is over: stop the ranks of all hosts (``but`` sees to its own)."""
+        if self.phase in (RUNNING, COLLECTING):
             self.phase = COLLECTING
             for member in self._in_round:
-                member.connection.send(kind="stop")
+                if member is not but and not member.stopping:
+                    member.stopping = True
+                    member.connection.send(kind="stop")
 
     def _conclude(self) -> None:
         events = self._events()
@@ -391,6 +397,11 @@ def _ending(member: Member, fields: dict[str, Any]) -> Ending:
 
 def _failed(fields: dict[str, Any]) -> bool:
     return fields["exit_code"] != 0 and not fields["stopped"]
+
+
+def _may_be_the_cause(fields: dict[str, Any]) -> bool:
+    """Failed, left, or was found stopped: whatever others have waited for in vain."""
+    return fields["frozen"] or not fields["stopped"]
 
 
 def _say(text: str) -> str:

@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
+from paceline.launch.interrupted import Interrupted
+from paceline.launch.leash import leash
+
+_STEP = 0.1  # seconds between two looks at what the launcher was told, while devices are counted
 _COUNT = (
     "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0, "
     "torch.accelerator.current_accelerator() or 'cpu')"
@@ -28,11 +31,14 @@ VISIBLE = {
 }
 
 
-def start_counting() -> Callable[[], tuple[int, str]]:
+def start_counting(interrupted: Callable[[], bool]) -> Callable[[], tuple[int, str]]:
     """Begin to count the accelerators that PyTorch sees here.
 
     It is asked in a process of its own: the launcher stays without torch, which takes seconds to
     import, and without an accelerator's context.
+
+    Args:
+        interrupted: asked while waiting; true ends the counting and raises ``Interrupted`` there.
 
     Returns:
         A function that waits for the answer: their number and type (0 and "cpu" without one).
@@ -45,10 +51,19 @@ def start_counting() -> Callable[[], tuple[int, str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        preexec_fn=leash(),
     )
 
     def answer() -> tuple[int, str]:
-        words = asked.communicate()[0].split()[-2:]
+        while True:
+            try:
+                words = asked.communicate(timeout=_STEP)[0].split()[-2:]
+                break
+            except subprocess.TimeoutExpired:
+                if interrupted():
+                    asked.kill()
+                    asked.communicate()
+                    raise Interrupted from None
         return (int(words[0]), words[1]) if asked.returncode == 0 else (0, "cpu")
 
     return functools.cache(answer)
@@ -56,7 +71,7 @@ def start_counting() -> Callable[[], tuple[int, str]]:
 
 def count_devices() -> tuple[int, str]:
     """Number of accelerators that PyTorch sees here, and their type (0 and "cpu" without one)."""
-    return start_counting()()
+    return start_counting(lambda: False)()
 
 
 def device_count() -> int:
@@ -69,6 +84,8 @@ def _torch_is_for_cpus() -> bool:
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return True
+    from importlib import metadata  # here: not needed where the number of ranks is given
+
     version = Path(found.origin).with_name("version.py")
     built_for = re.findall(r"^(?:cuda|hip|xpu)\b.*= *(.+)$", version.read_text(), re.MULTILINE)
     plugins = {point.name for point in metadata.entry_points(group="torch.backends")} - {"paceline"}

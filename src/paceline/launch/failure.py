@@ -58,7 +58,7 @@ class Ending:
         rank: global rank.
         pid: its process.
         exit_code: what it returned; minus the signal's number when one killed it.
-        ended_at: when it was seen to be gone (monotonic seconds).
+        ended_at: when its script was seen to be over, or it to be gone (monotonic seconds).
         stopped: the launcher had sent it a signal before it ended.
         stderr: the end of what it wrote to stderr.
         traceback_at: when the last traceback in it began (monotonic seconds), if there is one.

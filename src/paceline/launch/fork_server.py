@@ -265,13 +265,14 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     """
     if not sys.flags.safe_path:
         sys.path[0] = "/nonexistent"  # not this folder, whose modules have common names
+    gc.disable()  # importing torch makes a million objects and no garbage to speak of
     environment, rank_main, recorder = _borrow(
         source, "paceline.environment", "paceline.launch.rank_main", "paceline.recorder.ring"
     )
     for module in ("torch.distributed", "numpy.random"):
         importlib.import_module(module)
-    gc.collect()
     gc.freeze()  # so that collections in the ranks do not touch, and thereby copy, these pages
+    gc.enable()
     folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(name))
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
@@ -283,7 +284,8 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     _prepare(rank, environment)
     request = rank.request
     recorder.observe()
-    rank_main.run(request["kind"], request["name"], *request["arguments"], hide=(__file__,))
+    program = (request["kind"], request["name"], *request["arguments"])
+    rank_main.run(request["told"], *program, hide=(__file__,))
 
 
 if __name__ == "__main__":

@@ -17,13 +17,10 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launch import fork_server
+from paceline.launch.interrupted import Interrupted
 from paceline.launch.leash import leash
 
 _STEP = 0.2  # seconds between two looks at what the launcher was told, while the server works
-
-
-class Interrupted(Exception):  # noqa: N818  (nothing went wrong)
-    """The launcher was told to end while it waited."""
 
 
 class ForkServer:
@@ -75,13 +72,16 @@ class ForkServer:
             self._greeted = True
         return self._obstacle
 
-    def fork(self, program: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]) -> int:
+    def fork(
+        self, program: Sequence[str], environment: Mapping[str, str], streams: Sequence[int], told: Path
+    ) -> int:
         """Fork one rank.
 
         Args:
             program: kind, name and arguments of what it runs.
             environment: its whole environment.
             streams: descriptors of its stdin, stdout and stderr.
+            told: the file in which it is to tell how its script ended.
 
         Returns:
             The number of its process, which stays until ``reap``.
@@ -89,7 +89,7 @@ class ForkServer:
         self.obstacle()  # waited for here, where a signal is noticed
         kind, name, *arguments = program
         self._send({"do": "fork", "kind": kind, "name": name, "arguments": arguments,
-                    "environment": dict(environment)}, streams)  # fmt: skip
+                    "environment": dict(environment), "told": str(told)}, streams)  # fmt: skip
         return int(self._answer()["pid"])
 
     def open_store(self, listener: socket.socket, address: str) -> None:

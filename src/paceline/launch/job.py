@@ -192,10 +192,9 @@ def judge(
     failed = any(ending.failed for ending in events.endings)
     if events.lost and (not failed or only_lost_peers(events.endings)):
         again = elastic or restarts < max_restarts
-        report = "".join(_line(f"lost a host: {host}") for host in events.lost)
-        for ending in [] if quiet else events.endings:
-            if ending.failed:
-                report += _line(f"{ending.name} failed after it: {ending.reason[:200]}")
+        after = [] if quiet else [ending for ending in events.endings if ending.failed]
+        report = "".join(_line(f"{ending.name} failed after it: {ending.reason[:200]}") for ending in after)
+        report += "".join(_line(f"lost a host: {host}") for host in events.lost)
         report += _what_the_rest_waited_for(events.endings)
         return _perhaps_again(report, again, not elastic, 1, restarts, max_restarts)
     if failed:

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,8 +35,9 @@ from paceline.launch.attempt import Attempt, AttemptFolder, Screens
 from paceline.launch.config import LaunchConfig
 from paceline.launch.devices import VISIBLE, start_counting
 from paceline.launch.failure import only_lost_peers
-from paceline.launch.forks import ForkServer, Interrupted
+from paceline.launch.forks import ForkServer
 from paceline.launch.guardian import Guardian
+from paceline.launch.interrupted import Interrupted
 from paceline.launch.job import Job, LocalJob, Outcome, Round, Verdict
 from paceline.launch.member import HostsJob
 from paceline.launch.rank_environment import Meeting, RankSeat, rank_environment, shared_environment
@@ -46,7 +47,7 @@ from paceline.launch.signals import SignalInbox
 _LAST_WORDS = 0.1  # seconds for what a failed rank wrote last to be read, and for others to fail with it
 _SETTLE = 1.0  # seconds to wait for the cause when all that is known is that a peer was lost
 _STRAGGLER_LOOK = 2.0  # seconds between two looks at what the ranks record
-_GRACE_AFTER_FAILURE = 2.0  # seconds a rank has to end after another one failed
+_GRACE_AFTER_FAILURE = 1.5  # seconds a rank has to end after another one failed
 _OUTPUT_LIMIT = 2.0  # seconds for whoever reads our output to take the rest, once we were told to end
 _GRACE_AFTER_INTERRUPT = 5.0  # seconds a rank has to end after Ctrl-C, with somebody waiting for it
 _GRACE_AFTER_SIGNAL = 30.0  # ... after SIGTERM, which schedulers send half a minute before they kill
@@ -105,7 +106,15 @@ class _Launcher:
 
     def run(self, inherited: Mapping[str, str]) -> int:
         """Run all rounds. Returns the exit status (see the function ``launch``)."""
-        count = (lambda: (0, "cpu")) if self._config.cpu else start_counting()
+        try:
+            return self._run(inherited)
+        except Interrupted:  # before there was any rank
+            number = self._inbox.received[0]
+            self._write(f"paceline launch: ended by {signal.Signals(number).name}\n")
+            return 128 + number
+
+    def _run(self, inherited: Mapping[str, str]) -> int:
+        count = self._start_counting()
         ranks = self._config.ranks_per_host or max(1, min(count()[0], self._most_devices()))
 
         def shared(use_cpu: bool, variables: Mapping[str, str]) -> dict[str, str]:
@@ -120,17 +129,19 @@ class _Launcher:
 
         with ExitStack() as stack:
             before_torch = shared(self._config.cpu, {})
-            server = ForkServer(rank_program(self._config), before_torch, lambda: self._inbox.told_to_end)
+            server = ForkServer(rank_program(self._config), before_torch, self._told_to_end)
             stack.callback(server.close)
             job = self._join_job(ranks)
             stack.callback(job.close)
-            try:
-                devices, kind = count()
-                return self._rounds(job, server, shared(devices == 0, self._visible_devices(kind)))
-            except Interrupted:  # before there was any rank
-                number = self._inbox.received[0]
-                self._write(f"paceline launch: ended by {signal.Signals(number).name}\n")
-                return 128 + number
+            devices, kind = count()
+            return self._rounds(job, server, shared(devices == 0, self._visible_devices(kind)))
+
+    def _start_counting(self) -> Callable[[], tuple[int, str]]:
+        """Begin to count devices, where nobody has said that there are none."""
+        return (lambda: (0, "cpu")) if self._config.cpu else start_counting(self._told_to_end)
+
+    def _told_to_end(self) -> bool:
+        return self._inbox.told_to_end
 
     def _join_job(self, ranks: int) -> Job:
         config = self._config
@@ -146,6 +157,8 @@ class _Launcher:
         )
 
     def _rounds(self, job: Job, server: ForkServer, shared: Mapping[str, str]) -> int:
+        if self._config.hosts.several:  # whose ranks are to start at one moment, and not when torch is there
+            self._forks(server)
         while True:
             now = job.next_round()
             if now.listener is not None:
@@ -174,11 +187,10 @@ class _Launcher:
         self, job: Job, now: Round, folder: AttemptFolder, server: ForkServer, shared: Mapping[str, str]
     ) -> Outcome:
         """Start this host's ranks and watch them; none of their processes is left afterwards."""
-        fork = may_fork(self._config) and server.obstacle() is None
         seats = _seats(now)
         attempt = Attempt(
             self._config, self._run_id, self._screens, self._guardian, folder, seats,
-            server if fork else None, server.processes,
+            server if self._forks(server) else None, server.processes,
         )  # fmt: skip
         try:
             meeting = Meeting(self._run_id, now.master_addr, now.master_port, now.number,
@@ -206,6 +218,10 @@ class _Launcher:
         attempt.close()
         return outcome
 
+    def _forks(self, server: ForkServer) -> bool:
+        """Whether ranks are forked; where they may be, waits until the server can."""
+        return may_fork(self._config) and server.obstacle() is None
+
     def _watch(self, attempt: Attempt, job: Job) -> None:
         """Until there is a reason to stop the ranks, or none is left."""
         while not self._inbox.told_to_end and not job.stop_requested():
@@ -220,7 +236,7 @@ class _Launcher:
         if attempt.failed:
             job.announce_failure()
         attempt.wait(_LAST_WORDS, until=lambda: False)
-        attempt.wait(_SETTLE, until=lambda: self._cause_is_known(attempt))
+        attempt.wait(_SETTLE, until=lambda: self._cause_is_known(attempt) or job.stop_requested())
 
     def _look_for_stragglers(self, attempt: Attempt) -> None:
         now = time.monotonic()

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import LaunchError
 from paceline.launch.config import Hosts
 from paceline.launch.coordinator import Coordinator
-from paceline.launch.forks import Interrupted
+from paceline.launch.interrupted import Interrupted
 from paceline.launch.job import Events, Job, Outcome, Round, Verdict, judge
 from paceline.launch.wire import BEAT, PROTOCOL, Connection, interface_of, is_ours
 
@@ -59,11 +59,13 @@ class HostsJob(Job):
         self._name = f"{socket.gethostname()}"
         self._coordinator = self._coordinate(max_restarts)
         self._link: _Link | None = None
+        self._failed = False
 
     def next_round(self) -> Round:
         link = self._link
         if link is None:
             link = self._link = self._connect()
+        self._failed = False
         link.connection.send(kind="ready")
         message = self._wait_for(link, "round", "verdict")
         if message["kind"] == "verdict":  # not enough hosts came
@@ -83,10 +85,12 @@ class HostsJob(Job):
 
     def stop_requested(self) -> bool:
         assert self._link is not None
-        return self._link.stop.is_set() or self._link.lost(self._hosts.silence)
+        patience = _PATIENCE if self._failed else self._hosts.silence
+        return self._link.stop.is_set() or self._link.lost(patience)
 
     def announce_failure(self) -> None:
         assert self._link is not None
+        self._failed = True
         self._link.connection.send(kind="failed")
 
     def settle(self, outcome: Outcome) -> Verdict:

@@ -172,7 +172,7 @@ def _ends() -> Iterator[Option]:
 
     yield option(
         "shutdown_timeout",
-        "seconds a rank has to end before SIGKILL (default: 2 after a failure, 5 after Ctrl-C, "
+        "seconds a rank has to end before SIGKILL (default: 1.5 after a failure, 5 after Ctrl-C, "
         "30 after SIGTERM)",
         seconds,
         "S",

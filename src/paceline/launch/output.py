@@ -27,6 +27,7 @@ from typing import BinaryIO
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
 _TRACEBACK = b"Traceback (most recent call last)"
 _TAIL_LIMIT = 1 << 18  # bytes of each stderr that are kept for the failure report
+_PIPE_LIMIT = 1 << 20  # bytes that a pipe can hold at most, as Linux usually allows
 _PIECE_LIMIT = 1 << 20  # bytes without an end of line after which they are written as they are
 
 
@@ -184,7 +185,7 @@ class Pump:
         self._thread.start()
 
     def finish(self) -> None:
-        """Pass on what is still in the pipes and stop; no process that could write more may be left."""
+        """Pass on what is still in the pipes and stop, whoever may still hold them open."""
         os.close(self._wake_writer)
 
     def finished(self, within: float) -> bool:
@@ -193,33 +194,37 @@ class Pump:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        draining = False
-        while self._open:
-            events = self._selector.select(0 if draining else None)
-            for key, _ in events:
+        finishing = False
+        while self._open and not finishing:
+            for key, _ in self._selector.select():
                 if key.data is None:
-                    draining = True
-                    self._selector.unregister(self._wake_reader)
-                elif not self._read(key.data):
+                    finishing = True
+                elif self._read(key.data) == 0:
                     self._end(key.data)
-            if draining and not events:
-                break
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
+                self._drain(key.data)
                 self._end(key.data)
         self._selector.close()
         os.close(self._wake_reader)
 
-    def _read(self, stream: RankStream) -> bool:
+    def _drain(self, stream: RankStream) -> None:
+        """Pass on what the ranks wrote; not what somebody who got away with the pipe writes for ever."""
+        left = _PIPE_LIMIT
+        while left > 0 and (read := self._read(stream)):
+            left -= read
+
+    def _read(self, stream: RankStream) -> int | None:
+        """Pass on what is there. Returns how many bytes: 0 at the end of the stream, None for now."""
         try:
             data = os.read(stream.source, 1 << 16)
         except BlockingIOError:
-            return True
+            return None
         except OSError:
-            return False  # a pseudo-terminal says so when its last user is gone
+            return 0  # a pseudo-terminal says so when its last user is gone
         if data:
             stream.feed(data)
-        return bool(data)
+        return len(data)
 
     def _end(self, stream: RankStream) -> None:
         self._selector.unregister(stream.source)

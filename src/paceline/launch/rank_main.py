@@ -7,6 +7,11 @@ Note: why the script is not simply given to Python
     ``destroy_process_group``, so it is done here, after a script that ended well and before the
     shutdown. After an exception it is not: collectives that wait for other ranks would be waited for.
 
+Note: the end of the script is told at once
+    An interpreter takes a second and more to shut down, and its connections stay open meanwhile. So
+    the end of the script is told to the launcher in a file, and of an exception what Python printed
+    (the script may have turned its stderr elsewhere).
+
 The script must not notice: ``sys.argv``, ``sys.path`` and ``__main__`` are as Python sets them, and
 tracebacks begin with the script's own frames. Runs as a script itself, or in a process that
 ``fork_server.py`` forked; standard library only.
@@ -22,28 +27,38 @@ import runpy
 import sys
 import types
 from importlib.machinery import SourceFileLoader
+from typing import Any
 
 
-def run(kind: str, name: str, *arguments: str, hide: tuple[str, ...] = ()) -> None:
+def run(told: str, kind: str, name: str, *arguments: str, hide: tuple[str, ...] = ()) -> None:
     """Run a script or a module as the main program, and end the process group it may have left.
 
     Args:
+        told: path of the file that is to tell how the script ended.
         kind: "script" or "module".
         name: path of the script, or name of the module.
         arguments: the rest of its command line.
         hide: more files whose frames stay out of tracebacks.
     """
-    end = atexit.register(_end_process_group, os.getpid())  # registered first, so called last
+    pid = os.getpid()
+    end = atexit.register(_end_process_group, pid)  # registered first, so called last
+    status, error = 0, None
     try:
         _run_as_main(kind, name, list(arguments))
     except SystemExit as ended:
-        if ended.code not in (None, 0):
-            atexit.unregister(end)
+        status = _status(ended)
         raise
-    except BaseException as error:
-        atexit.unregister(end)
-        _show(error, hide)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    except BaseException as raised:
+        status, error = 130 if isinstance(raised, KeyboardInterrupt) else 1, raised
+        trace = _of_the_script(raised.__traceback__, hide)
+        sys.last_type, sys.last_value, sys.last_traceback = type(raised), raised.with_traceback(trace), trace
+        sys.excepthook(type(raised), raised, trace)
+        sys.exit(status)
+    finally:
+        if status:
+            atexit.unregister(end)
+        if os.getpid() == pid:  # and not a child that the rank forked
+            _tell(told, status, error)
 
 
 def _observe() -> None:
@@ -75,14 +90,39 @@ def _run_as_main(kind: str, name: str, arguments: list[str]) -> None:
     exec(code, main.__dict__)
 
 
-def _show(error: BaseException, hide: tuple[str, ...]) -> None:
-    """Print an uncaught exception as Python does, without the frames of this file and of runpy."""
+def _of_the_script(trace: types.TracebackType | None, hide: tuple[str, ...]) -> types.TracebackType | None:
+    """A traceback without the frames of this file and of runpy."""
     ours = (__file__, runpy.run_path.__code__.co_filename, *hide)
-    trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
-    sys.excepthook(type(error), error, trace)
+    return trace
+
+
+def _status(ended: SystemExit) -> int:
+    """The exit status that Python makes of it."""
+    if ended.code is None or isinstance(ended.code, int):
+        return (ended.code or 0) & 0xFF
+    return 1
+
+
+def _tell(told: str, status: int, error: BaseException | None) -> None:
+    """Say how the script ended; the file appears whole, for the launcher looks at it at any time.
+
+    An exception is written as torch elastic's ``@record`` writes it.
+    """
+    import json  # here: the script is not to find them imported
+    import traceback
+
+    words: dict[str, Any] = {"status": status}
+    if error is not None:
+        text = "".join(traceback.format_exception(error))
+        words["message"] = {"message": str(error), "extraInfo": {"py_callstack": text}}
+    try:
+        with open(f"{told}.new", "w") as file:
+            json.dump(words, file)
+        os.rename(file.name, told)
+    except OSError:
+        pass  # the end of the process will tell
 
 
 def _end_process_group(pid: int) -> None:

@@ -10,8 +10,10 @@ Note: ended ranks stay unreaped until the attempt is over
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -49,30 +51,55 @@ class RankProcess:
     Args:
         seat: which rank it is.
         pid: its process.
+        told: the file in which ``rank_main.py`` tells how the script ended.
+
+    Attributes:
+        exit_code: what it returned, or -n when signal n killed it; None if it was there when last looked at.
+        ended_at: when its script was seen to be over, or it to be gone (monotonic seconds).
+        signalled: it was asked to end while its script ran.
+        was_stopped: it was found stopped (SIGSTOP, a debugger).
     """
 
-    def __init__(self, seat: RankSeat, pid: int) -> None:
-        self.seat, self.pid = seat, pid
+    def __init__(self, seat: RankSeat, pid: int, told: Path) -> None:
+        self.seat, self.pid, self.told = seat, pid, told
         self.exit_code: int | None = None
         self.ended_at: float | None = None
         self.signalled = False
         self.was_stopped = False
+        self._said: int | None = None
 
     @property
     def running(self) -> bool:
-        """Whether it had not ended when last looked at."""
+        """Whether it was there when last looked at."""
         return self.exit_code is None
 
     @property
+    def leaving(self) -> bool:
+        """Whether its script is over."""
+        return self._said is not None
+
+    @property
+    def status(self) -> int | None:
+        """Its exit code, as soon as its script is over, whatever ends the interpreter's shutdown then."""
+        if self._said is None:
+            return self.exit_code
+        cut_short = self.exit_code == -signal.SIGKILL or (self._said != 0 and (self.exit_code or 0) < 0)
+        return self._said if self.running or cut_short else self.exit_code
+
+    @property
     def failed(self) -> bool:
-        """Ended by itself, and not well."""
-        return self.exit_code not in (None, 0) and not self.signalled
+        """Ended by itself, and not well, or is about to."""
+        return self.status not in (None, 0) and not self.signalled
 
     def poll(self) -> None:
-        """Look whether it ended; if so set ``ended_at``, and ``exit_code`` (-n when signal n killed it)."""
-        if self.running:
-            self.exit_code = self._look()
-            self.ended_at = None if self.running else time.monotonic()
+        """Look whether its script is over, and whether it is gone."""
+        if not self.running:
+            return
+        self.exit_code = self._look()
+        if not (self.leaving or self.signalled):
+            self._said = _status_in(self.told)
+        if self.ended_at is None and self.status is not None:
+            self.ended_at = time.monotonic()
 
     def frozen(self) -> bool:
         """Whether it was stopped (SIGSTOP, a debugger), so that it can take no other signal."""
@@ -81,10 +108,10 @@ class RankProcess:
         return self.running and self.was_stopped
 
     def send(self, number: int, *, whole_group: bool) -> None:
-        """Ask the rank, or its whole process group, to end; an exit after that is no failure."""
+        """Ask the rank, or its whole process group, to end; an end of its script after that is no failure."""
         self.poll()
         if self.running:
-            self.signalled = True
+            self.signalled = not self.leaving
             _send(self.pid, number, whole_group)
 
     def pass_on(self, number: int, *, whole_group: bool) -> None:
@@ -109,7 +136,12 @@ class SpawnedRank(RankProcess):
     """
 
     def __init__(
-        self, seat: RankSeat, command: Sequence[str], environment: Mapping[str, str], streams: StandardStreams
+        self,
+        seat: RankSeat,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        streams: StandardStreams,
+        told: Path,
     ) -> None:
         try:
             self._process = subprocess.Popen(
@@ -125,7 +157,7 @@ class SpawnedRank(RankProcess):
             raise LaunchError(
                 f"rank {seat.rank} could not be started: {command[0]}: {error.strerror}"
             ) from None
-        super().__init__(seat, self._process.pid)
+        super().__init__(seat, self._process.pid, told)
 
     def reap(self) -> None:
         try:
@@ -150,9 +182,10 @@ class ForkedRank(RankProcess):
         program: Sequence[str],
         environment: Mapping[str, str],
         streams: StandardStreams,
+        told: Path,
     ) -> None:
         descriptors = (streams.stdin, streams.stdout, streams.stderr)
-        super().__init__(seat, server.fork(program, environment, descriptors))
+        super().__init__(seat, server.fork(program, environment, descriptors, told), told)
         self._server = server
 
     def reap(self) -> None:
@@ -168,16 +201,20 @@ def rank_program(config: LaunchConfig) -> list[str]:
     return ["module" if config.module else "script", config.script, *config.script_arguments]
 
 
-def rank_command(config: LaunchConfig) -> list[str]:
+def rank_command(config: LaunchConfig, told: Path) -> list[str]:
     """The command line of a rank that is started as a program.
 
     Python runs unbuffered, so that a crash loses no line.
+
+    Args:
+        config: what to start.
+        told: see ``RankProcess``.
     """
     if config.no_python:
         return [config.script, *config.script_arguments]
     python = [sys.executable, "-u"]
     if config.module or _is_source(config.script):
-        return [*python, rank_main.__file__, *rank_program(config)]
+        return [*python, rank_main.__file__, str(told), *rank_program(config)]
     return [*python, config.script, *config.script_arguments]
 
 
@@ -202,6 +239,13 @@ def _sources(config: LaunchConfig) -> list[Path]:
 def _is_source(script: str) -> bool:
     """Whether it is a plain script; Python can start a folder, an archive or a compiled file as well."""
     return os.path.isfile(script) and not script.endswith(".pyc") and not zipfile.is_zipfile(script)
+
+
+def _status_in(told: Path) -> int | None:
+    try:
+        return int(json.loads(told.read_text())["status"])
+    except OSError:
+        return None  # the script is not over
 
 
 def _send(pid: int, number: int, whole_group: bool) -> None:
