@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -286,3 +287,52 @@ def test_dev_shm_does_not_matter(tmp_path):
         for rank in ranks:
             rank.kill()
     assert {name for name in os.listdir("/dev/shm") if "pace" in name} <= before
+
+
+LEAVING = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("shm", store=dist.HashStore(), rank=0, world_size=1)
+
+def still_at_it(future):
+    for _ in range(100):
+        time.sleep(0.005)
+
+work = dist.gather(torch.ones(4), [torch.empty(4)], async_op=True)
+work.get_future().then(still_at_it)
+work.wait()
+if sys.argv[1] == "destroys":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroys", "exits"])
+def test_the_thread_behind_a_callback_does_not_outlive_the_interpreter(how):
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, how], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def closed_while_waited_for(rank: int, world_size: int) -> list[tuple[str, str, float]]:
+    group, value = dist.new_group(backend="shm"), torch.ones(100_000)
+    dist.barrier()
+    found = []
+    if rank == 0:  # the others never come
+        works = [dist.all_reduce(value, group=group, async_op=True) for _ in range(2)]
+        waiter = threading.Thread(target=lambda: found.append(failure_of(works[1].wait)))
+        waiter.start()
+        time.sleep(0.2)
+        group.shutdown()
+        waiter.join()
+        found.append(failure_of(works[0].wait))
+        found.append(failure_of(lambda: dist.all_reduce(value, group=group)))
+        found.append(failure_of(lambda: dist.gather(value, [value] * world_size, group=group)))
+    dist.barrier()
+    return found
+
+
+def test_a_group_may_be_left_while_another_thread_waits():
+    found = run_ranks(closed_while_waited_for, 2, backend="shm", timeout=40)[0]
+    assert [name for name, _, _ in found] == ["CommunicationError"] * 4
+    assert all("was shut down" in text and seconds < 5 for _, text, seconds in found)

@@ -162,10 +162,10 @@ static void verify(const task *t, int rank)
     }
 }
 
-static int finish(pl_group *group, pl_op *op)
+static int finish(pl_op *op)
 {
     int status;
-    while ((status = pl_wait(group, op, 0.05)) == PL_PENDING)
+    while ((status = pl_wait(op, 0.05)) == PL_PENDING)
         ;
     return status;
 }
@@ -180,6 +180,12 @@ static pl_group *join(int rank)
     return group;
 }
 
+static void leave(pl_group *group)
+{
+    pl_close(group);
+    pl_free(group);
+}
+
 enum { LATER, AT_ONCE, BY_CALLER };
 
 /* NULL when it is done already. */
@@ -188,9 +194,9 @@ static pl_op *begin(pl_group *group, const task *t, unsigned how)
     pl_op *op = NULL;
     if (how != BY_CALLER)
         op = pl_submit(group, &t->call, t->in, t->out, 60, how == AT_ONCE);
-    else if (pl_run(group, &t->call, t->in, t->out, 60, 0.001, &op) == PL_OK)
+    else if (!(op = pl_run(group, &t->call, t->in, t->out, 60)))
         return NULL;
-    CHECK(op, "collective %d", t->number);
+    CHECK(op && op != PL_REFUSED, "collective %d", t->number);
     return op;
 }
 
@@ -210,7 +216,7 @@ static void *random_collectives(void *argument)
         const bool backwards = next_random(&own) % 2;
         for (int k = 0; k < n; k++) {
             task *t = &burst[backwards ? n - 1 - k : k];
-            const int status = t->op ? finish(group, t->op) : PL_OK;
+            const int status = t->op ? finish(t->op) : PL_OK;
             CHECK(status == PL_OK, "rank %d, collective %d: status %d", rank, t->number, status);
             verify(t, rank);
             if (t->op)
@@ -219,7 +225,7 @@ static void *random_collectives(void *argument)
             free(t->owned_out);
         }
     }
-    pl_close(group);
+    leave(group);
     return NULL;
 }
 
@@ -231,16 +237,16 @@ static void *different_calls(void *argument)
     pl_call call = {.kind = PL_ALL_REDUCE, .type = PL_F32, .count = 1, .place = PL_NOWHERE, .factor = 1};
     call.root = rank == n_ranks - 1; /* the last rank means another one */
     pl_op *op = pl_submit(group, &call, &value, &value, 60, 1);
-    CHECK(finish(group, op) == PL_MISMATCH, "rank %d", rank);
+    CHECK(finish(op) == PL_MISMATCH, "rank %d", rank);
     pl_call said[MOST_RANKS];
     pl_calls(op, said);
     CHECK(said[n_ranks - 1].root == 1 && said[0].root == 0, "rank %d", rank);
     pl_op_free(op);
     call.root = 0;
     op = pl_submit(group, &call, &value, &value, 60, 0);
-    CHECK(finish(group, op) == PL_OK && value == (float)n_ranks, "rank %d: %g", rank, (double)value);
+    CHECK(finish(op) == PL_OK && value == (float)n_ranks, "rank %d: %g", rank, (double)value);
     pl_op_free(op);
-    pl_close(group);
+    leave(group);
     return NULL;
 }
 
@@ -254,7 +260,7 @@ static void *one_missing(void *argument)
     if (rank < n_ranks - 1) {
         const pl_call call = {.kind = PL_BARRIER, .type = PL_U8, .place = PL_NOWHERE, .factor = 1};
         pl_op *op = pl_submit(group, &call, NULL, NULL, last_is_gone ? 60 : 0.2, rank % 2);
-        const int status = finish(group, op);
+        const int status = finish(op);
         CHECK(status == (last_is_gone ? PL_LOST : PL_TIMED_OUT), "rank %d: status %d", rank, status);
         uint8_t culprits[MOST_RANKS];
         pl_culprits(op, culprits);
@@ -262,16 +268,23 @@ static void *one_missing(void *argument)
             CHECK(culprits[r] == (r == n_ranks - 1), "rank %d blames %d: %d", rank, r, culprits[r]);
         pl_op_free(op);
         op = pl_submit(group, &call, NULL, NULL, 60, 0);
-        CHECK(finish(group, op) == status, "rank %d: a group that failed goes on", rank);
+        CHECK(finish(op) == status, "rank %d: a group that failed goes on", rank);
         pl_op_free(op);
     } else if (last_is_gone)
         for (int r = 0; r < rank; r++)
             shutdown(ends[rank][r], SHUT_RDWR);
     pthread_barrier_wait(&together);
-    pl_close(group);
+    leave(group);
     return NULL;
 }
 
+static void *wait_until_closed(void *op)
+{
+    CHECK(finish(op) == PL_CLOSED, "%d", pl_status_of(op));
+    return NULL;
+}
+
+/* Another thread waits for an operation while its group is closed, and keeps both longer than that. */
 static void *closed_in_flight(void *argument)
 {
     const int rank = (int)(intptr_t)argument;
@@ -279,13 +292,18 @@ static void *closed_in_flight(void *argument)
     if (rank == 0) {
         const pl_call call = {.kind = PL_BARRIER, .type = PL_U8, .place = PL_NOWHERE, .factor = 1};
         pl_op *first = pl_submit(group, &call, NULL, NULL, 60, 1), *second = pl_submit(group, &call, NULL, NULL, 60, 1);
+        pthread_t waiter;
+        pthread_create(&waiter, NULL, wait_until_closed, second);
         pl_close(group);
-        CHECK(pl_status_of(first) == PL_CLOSED && pl_status_of(second) == PL_CLOSED, "%d", pl_status_of(first));
+        CHECK(pl_run(group, &call, NULL, NULL, 60) == PL_REFUSED, "a group that was closed goes on");
+        pl_free(group);
+        CHECK(finish(first) == PL_CLOSED, "%d", pl_status_of(first));
+        pthread_join(waiter, NULL);
         pl_op_free(first);
         pl_op_free(second);
         return NULL;
     }
-    pl_close(group);
+    leave(group);
     return NULL;
 }
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from paceline.comm.calls import BYTES, ELSEWHERE, TYPES, error_for, label_of, reduction_of
 from paceline.comm.hosts import Neighbours
 from paceline.comm.native import Call, Group, Kind, Operation
-from paceline.comm.work import SLICE_S, DoneWork, KeptWorks, SharedMemoryWork, Worker
+from paceline.comm.work import CLOSED, DoneWork, KeptWorks, SharedMemoryWork, Worker
 from paceline.errors import CommunicationError
 
-_FORKED = (
-    "a forked process cannot use its parent's process group; start workers that need "
-    "collectives before init_process_group, or with the spawn method"
-)
-_CLOSED = "this process group was shut down; make a new one"
+_REFUSALS: dict[type[OSError], str] = {
+    ChildProcessError: "a forked process cannot use its parent's process group; start workers that need "
+    "collectives before init_process_group, or with the spawn method",
+    BrokenPipeError: CLOSED,
+}
 
 
 class SharedMemory:
@@ -38,7 +38,6 @@ class SharedMemory:
         self.arena = neighbours.arena
         self.futures = Worker("paceline-futures")
         self._kernel = neighbours.open()
-        self._closed = False
         self._kept = KeptWorks()
         self._close = weakref.finalize(self, _close, self._kernel, neighbours, self.futures)
         self._close.atexit = False
@@ -62,12 +61,10 @@ class SharedMemory:
             results: what the work's future yields.
             finish: called once when it is done, to bring the result where it belongs.
         """
-        if self._closed:
-            raise CommunicationError(_CLOSED)
         try:
             operation = self._kernel.submit(call, _address_of(source), _address_of(target), timeout_s)
-        except ChildProcessError:
-            raise CommunicationError(_FORKED) from None
+        except (ChildProcessError, BrokenPipeError) as refusal:
+            raise CommunicationError(_REFUSALS[type(refusal)]) from None
         work = self._work(operation, call, source, target, timeout_s, results, finish)
         self._kept.keep(work)
         return work
@@ -86,12 +83,10 @@ class SharedMemory:
         Raises:
             CommunicationError: as ``SharedMemoryWork.wait``.
         """
-        if self._closed:
-            raise CommunicationError(_CLOSED)
         try:
-            left = self._kernel.run(call, _address_of(source), _address_of(target), timeout_s, SLICE_S)
-        except ChildProcessError:
-            raise CommunicationError(_FORKED) from None
+            left = self._kernel.run(call, _address_of(source), _address_of(target), timeout_s)
+        except (ChildProcessError, BrokenPipeError) as refusal:
+            raise CommunicationError(_REFUSALS[type(refusal)]) from None
         if left is not None:
             work = self._work(left, call, source, target, timeout_s, results, finish)
             work.wait()
@@ -119,7 +114,6 @@ class SharedMemory:
 
     def close(self) -> None:
         """Leave the group; what is in flight fails."""
-        self._closed = True
         self._close()
 
     def _work(
@@ -176,3 +170,4 @@ def _close(kernel: Group, neighbours: Neighbours, futures: Worker) -> None:
     kernel.close()
     neighbours.disconnect()
     futures.stop()
+    futures.join()

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from paceline.errors import BackendUnavailableError
 
-ABI = 4  # PL_ABI in shm.h
+ABI = 5  # PL_ABI in shm.h
 STAGE_TURNS = 3
+_REFUSED = ctypes.c_void_p(-1).value  # PL_REFUSED
 LIBRARY = Path(__file__).parent / "libpaceline_shm.so"
 
 
@@ -81,9 +82,8 @@ class Failure:
 class Operation:
     """A submitted collective; let go of with its last reference."""
 
-    def __init__(self, library: ctypes.CDLL, group: int, address: int, size: int) -> None:
+    def __init__(self, library: ctypes.CDLL, address: int, size: int) -> None:
         self._library = library
-        self._group = group
         self._address = address
         self._size = size
 
@@ -97,8 +97,8 @@ class Operation:
         return int(self._library.pl_status_of(self._address))
 
     def wait(self, seconds: float) -> int:
-        """Wait up to ``seconds``; a ``Status``. The group must still be open."""
-        return int(self._library.pl_wait(self._group, self._address, seconds))
+        """Wait up to ``seconds``; a ``Status``."""
+        return int(self._library.pl_wait(self._address, seconds))
 
     def failure(self) -> Failure:
         """Why it failed; only when ``status`` says so."""
@@ -140,6 +140,7 @@ class Group:
         spins: int,
     ) -> None:
         self._library = load()
+        self._closed = False
         self._size = len(arenas)
         self._address = self._library.pl_open(
             rank,
@@ -155,6 +156,7 @@ class Group:
         )
         if not self._address:
             raise MemoryError("no memory for a shared-memory process group")
+        self._run = self._library.pl_run
 
     def submit(self, call: Call, source: int, target: int, timeout_s: float) -> Operation:
         """Queue a collective; it begins at once, in the group's thread or that of an early waiter.
@@ -166,39 +168,42 @@ class Group:
             timeout_s: how long the other ranks may take, from the moment it begins.
 
         Raises:
-            OSError: there is no memory or thread for it, or (ECHILD) this process is a fork.
+            OSError: there is no memory or thread for it, the group was closed (ESHUTDOWN), or this process
+                is a fork (ECHILD).
         """
         operation = self._library.pl_submit(self._address, call, source, target, timeout_s, True)
         if not operation:
             raise _refusal()
-        return Operation(self._library, self._address, operation, self._size)
+        return Operation(self._library, operation, self._size)
 
-    def run(
-        self, call: Call, source: int, target: int, timeout_s: float, patience_s: float
-    ) -> Operation | None:
+    def run(self, call: Call, source: int, target: int, timeout_s: float) -> Operation | None:
         """Carry out a collective in the calling thread; None when it is done.
 
         Args:
             call: what this rank calls.
             source: address of the input.
             target: address of the output.
-            timeout_s: how long the other ranks may take.
-            patience_s: after which it comes back with the operation, still under way.
+            timeout_s: how long the other ranks may take. It comes back earlier, with the operation, when
+                they are not there within a tenth of a second.
 
         Raises:
             OSError: as for ``submit``.
         """
-        left = ctypes.c_void_p()
-        arguments = (call, source, target, timeout_s, patience_s, ctypes.byref(left))
-        if self._library.pl_run(self._address, *arguments) == 0:
+        left = self._run(self._address, call, source, target, timeout_s)
+        if left is None:
             return None
-        if not left.value:
+        if left == _REFUSED:
             raise _refusal()
-        return Operation(self._library, self._address, left.value, self._size)
+        return Operation(self._library, left, self._size)
 
     def close(self) -> None:
-        """Leave; operations in flight fail, and none may be waited for afterwards."""
+        """Leave; operations in flight fail, and no more are taken."""
         self._library.pl_close(self._address)
+        self._closed = True
+
+    def __del__(self) -> None:
+        if self._closed:  # else its thread may be at work, and both go with the process
+            self._library.pl_free(self._address)
 
 
 def board_bytes(size: int) -> int:
@@ -280,15 +285,13 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
             [integer, integer, address, address, size, size, address, address, integer, integer],
         ),
         "pl_close": (None, [address]),
+        "pl_free": (None, [address]),
         "pl_submit": (
             address,
             [address, ctypes.POINTER(Call), address, address, ctypes.c_double, integer],
         ),
-        "pl_run": (
-            integer,
-            [address, ctypes.POINTER(Call), address, address, ctypes.c_double, ctypes.c_double, address],
-        ),
-        "pl_wait": (integer, [address, address, ctypes.c_double]),
+        "pl_run": (address, [address, ctypes.POINTER(Call), address, address, ctypes.c_double]),
+        "pl_wait": (integer, [address, ctypes.c_double]),
         "pl_status_of": (integer, [address]),
         "pl_number_of": (ctypes.c_uint64, [address]),
         "pl_culprits": (None, [address, address]),

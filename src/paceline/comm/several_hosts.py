@@ -101,6 +101,7 @@ class SeveralHosts:
         """Leave; nothing more is started."""
         self.worker.stop()
         self.memory.close()
+        self.worker.join()
 
     def _differences(self, table: list[list[int]]) -> str:
         said = []

@@ -343,11 +343,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _leave(self) -> None:
         if self._compared is not None:
-            self._compared.close()
+            self._compared.stop()
         if self._memory is not None:
-            self._memory.close()
+            self._memory.close()  # what is in flight fails, so that nobody waits for it any more
         if self._hosts is not None:
             self._hosts.close()
+        if self._compared is not None:
+            self._compared.join()
 
     def _timeout_of(self, opts: Any) -> float:
         own = opts.timeout

@@ -98,6 +98,10 @@ class ComparedCalls:
 
         return TaskWork(self._worker, carry_out, results)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Start nothing more."""
         self._worker.stop()
+
+    def join(self) -> None:
+        """After ``stop``: wait for what is nearly through."""
+        self._worker.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,9 @@ from paceline.comm.native import Operation, Status
 from paceline.errors import CollectiveTimeoutError, CommunicationError
 from paceline.recorder.ring import recorder
 
+CLOSED = "this process group was shut down; make a new one"
 SLICE_S = 0.1  # handlers of signals run between slices
+LEAVE_S = 2.0  # for a job that is nearly through; what waits for other ranks may wait for long
 _FOREVER = datetime.timedelta(0)
 
 
@@ -28,6 +31,10 @@ class Worker:
     wait for their futures (PowerSGD does). Such a job is done on the spot, not behind the one
     whose callback is running.
 
+    Note "leaving": a thread that comes back to the interpreter while that shuts down is ended where it
+    stands; if that is in the middle of C++, as it is in a future's callback, the process aborts. So
+    the thread is waited for before, when the group is left and when the interpreter begins to exit.
+
     Args:
         name: of the thread.
     """
@@ -36,23 +43,36 @@ class Worker:
         self._name = name
         self._pending: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._stopped = False
 
     def run_later(self, job: Callable[[], None]) -> None:
-        """Run ``job``, which must not raise, after those given earlier."""
+        """Run ``job``, which must not raise, after those given earlier.
+
+        Raises:
+            CommunicationError: the worker was stopped.
+        """
         if threading.current_thread() is self._thread:
             job()
             return
+        if self._stopped:
+            raise CommunicationError(CLOSED)
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_run_all, args=(self._pending,), name=self._name, daemon=True
             )
             self._thread.start()
+            weakref.finalize(self, _end, self._pending, self._thread)
         self._pending.put(job)
 
     def stop(self) -> None:
-        """Let the thread end when it is through."""
+        """Take no more jobs, and let the thread end when it is through."""
+        self._stopped = True
+        self._pending.put(None)
+
+    def join(self) -> None:
+        """After ``stop``: wait until the thread has ended, unless it is stuck in a job."""
         if self._thread is not None:
-            self._pending.put(None)
+            _end(self._pending, self._thread)
 
 
 class KeptWorks:
@@ -347,3 +367,10 @@ class JoinedWork(dist.Work):
 def _run_all(pending: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := pending.get()) is not None:
         job()
+        del job  # or what it holds would live until the next one
+
+
+def _end(pending: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    if threading.current_thread() is not thread:
+        pending.put(None)
+        thread.join(LEAVE_S)

@@ -31,6 +31,7 @@ typedef struct {
 } pl_board;
 
 struct pl_op {
+    pl_group *group;           /* lives as long as its operations */
     pl_call call;
     const void *in;
     void *out;
@@ -43,9 +44,8 @@ struct pl_op {
     _Atomic int sleepers;
     _Atomic int holders;       /* the queue and the caller */
     pl_op *next;
-    int size;
-    pl_call *calls;            /* of all ranks, after a mismatch */
-    uint8_t culprits[];
+    uint8_t *culprits;         /* behind calls */
+    pl_call calls[];           /* of all ranks, after a mismatch */
 };
 
 struct pl_group {
@@ -56,10 +56,12 @@ struct pl_group {
     size_t arena_bytes, stage_bytes;
     _Atomic bool forked;       /* in a child of the process that opened it */
     uint32_t phase;
+    _Atomic int holders;       /* whoever opened it, and its operations */
     _Atomic bool closing;
     pthread_mutex_t lock;
     pthread_cond_t changed;
     pl_op *head, *tail;
+    _Atomic(pl_op *) spare;    /* the memory of an operation that is over, for the next one */
     bool running, has_thread;
     pthread_t thread;
     uint64_t submitted;

@@ -81,12 +81,15 @@ static void unlist(pl_group *group)
 
 /* ---- groups ----------------------------------------------------------------------------------------------- */
 
-static void free_group(pl_group *group)
+static void let_go(pl_group *group)
 {
-    if (group) {
-        free(group->sockets);
-        free(group->fds);
-    }
+    if (atomic_fetch_sub(&group->holders, 1) > 1)
+        return;
+    pthread_cond_destroy(&group->changed);
+    pthread_mutex_destroy(&group->lock);
+    free(atomic_load(&group->spare));
+    free(group->sockets);
+    free(group->fds);
     free(group);
 }
 
@@ -113,25 +116,41 @@ pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t a
     group->sockets = copy_of(sockets, size);
     group->fds = copy_of(fds, n_fds);
     group->n_fds = n_fds;
+    atomic_store(&group->holders, 1);
+    pthread_mutex_init(&group->lock, NULL);
+    pthread_cond_init(&group->changed, NULL);
     if (!group->sockets || !group->fds) {
-        free_group(group);
+        let_go(group);
         return NULL;
     }
     memcpy(group->arenas, arenas, (size_t)size * sizeof group->arenas[0]);
-    pthread_mutex_init(&group->lock, NULL);
-    pthread_cond_init(&group->changed, NULL);
     list_as_open(group);
     return group;
 }
 
 /* ---- operations ------------------------------------------------------------------------------------------- */
 
+/* Memory for one, not cleared. */
+static pl_op *take_op(pl_group *group)
+{
+    pl_op *op = atomic_exchange(&group->spare, NULL);
+    return op ? op : malloc(sizeof *op + (size_t)group->size * (sizeof op->calls[0] + sizeof op->culprits[0]));
+}
+
+static void put_back(pl_group *group, pl_op *op)
+{
+    pl_op *none = NULL;
+    if (!atomic_compare_exchange_strong(&group->spare, &none, op))
+        free(op);
+}
+
 static void drop(pl_op *op)
 {
     if (atomic_fetch_sub(&op->holders, 1) > 1)
         return;
-    free(op->calls);
-    free(op);
+    pl_group *group = op->group;
+    put_back(group, op);
+    let_go(group);
 }
 
 static void complete(pl_group *group, pl_op *op, int status)
@@ -205,46 +224,68 @@ static int64_t place_of(const pl_group *group, const void *in)
     return in && at >= begin && at < begin + group->arena_bytes ? (int64_t)(at - begin) : PL_NOWHERE;
 }
 
-pl_op *pl_submit(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s, int begin_now)
+static void describe(pl_group *group, pl_op *op, const pl_call *call, const void *in, void *out, double timeout_s)
 {
-    if (atomic_load(&group->forked)) {
-        errno = ECHILD;
-        return NULL;
-    }
-    pl_op *op = calloc(1, sizeof *op + (size_t)group->size);
-    if (!op)
-        return NULL;
-    op->calls = calloc((size_t)group->size, sizeof *op->calls);
+    memset(op, 0, sizeof *op);
+    op->group = group;
     op->call = *call;
     op->call.place = place_of(group, in);
     op->in = in;
     op->out = out;
     op->timeout_s = timeout_s;
-    op->size = group->size;
+    op->culprits = (uint8_t *)&op->calls[group->size];
+    memset(op->culprits, 0, (size_t)group->size);
     atomic_store(&op->status, PL_PENDING);
     atomic_store(&op->holders, 2);
+}
 
+/* Appends an operation to the queue; 0 or an errno. */
+static int enqueue(pl_group *group, pl_op *op)
+{
     pthread_mutex_lock(&group->lock);
-    if (!op->calls || !start_thread(group)) {
-        pthread_mutex_unlock(&group->lock);
-        free(op->calls);
-        free(op);
+    const int refusal = atomic_load(&group->closing) ? ESHUTDOWN : start_thread(group) ? 0 : EAGAIN;
+    if (!refusal) {
+        atomic_fetch_add(&group->holders, 1);
+        op->number = ++group->submitted;
+        if (group->head)
+            group->tail->next = op;
+        else
+            group->head = op;
+        group->tail = op;
+    }
+    pthread_mutex_unlock(&group->lock);
+    return refusal;
+}
+
+static pl_op *submit(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s)
+{
+    if (atomic_load(&group->forked)) {
+        errno = ECHILD;
         return NULL;
     }
-    op->number = ++group->submitted;
-    if (group->head)
-        group->tail->next = op;
-    else
-        group->head = op;
-    group->tail = op;
-    if (begin_now)
-        pthread_cond_signal(&group->changed);
-    pthread_mutex_unlock(&group->lock);
+    pl_op *op = take_op(group);
+    if (!op)
+        return NULL;
+    describe(group, op, call, in, out, timeout_s);
+    errno = enqueue(group, op);
+    if (errno) {
+        put_back(group, op);
+        return NULL;
+    }
     return op;
 }
 
-int pl_wait(pl_group *group, pl_op *op, double patience_s)
+pl_op *pl_submit(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s, int begin_now)
 {
+    pl_op *op = submit(group, call, in, out, timeout_s);
+    if (op && begin_now)
+        pthread_cond_signal(&group->changed);
+    return op;
+}
+
+int pl_wait(pl_op *op, double patience_s)
+{
+    pl_group *group = op->group;
     const struct timespec until = pl_after(patience_s);
     while (atomic_load(&op->status) == PL_PENDING) {
         if (atomic_load(&group->forked))
@@ -261,18 +302,15 @@ int pl_wait(pl_group *group, pl_op *op, double patience_s)
     return (int)atomic_load(&op->status);
 }
 
-int pl_run(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s, double patience_s,
-           pl_op **left)
+pl_op *pl_run(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s)
 {
-    *left = pl_submit(group, call, in, out, timeout_s, false);
-    if (!*left)
-        return PL_PENDING;
-    const int status = pl_wait(group, *left, patience_s);
-    if (status == PL_OK) {
-        pl_op_free(*left);
-        *left = NULL;
-    }
-    return status;
+    pl_op *op = submit(group, call, in, out, timeout_s);
+    if (!op)
+        return PL_REFUSED;
+    if (pl_wait(op, PL_RUN_PATIENCE_S) != PL_OK)
+        return op;
+    drop(op);
+    return NULL;
 }
 
 int pl_status_of(const pl_op *op)
@@ -287,12 +325,12 @@ uint64_t pl_number_of(const pl_op *op)
 
 void pl_culprits(const pl_op *op, uint8_t *by_rank)
 {
-    memcpy(by_rank, op->culprits, (size_t)op->size);
+    memcpy(by_rank, op->culprits, (size_t)op->group->size);
 }
 
 void pl_calls(const pl_op *op, pl_call *by_rank)
 {
-    memcpy(by_rank, op->calls, (size_t)op->size * sizeof *by_rank);
+    memcpy(by_rank, op->calls, (size_t)op->group->size * sizeof *by_rank);
 }
 
 void pl_op_free(pl_op *op)
@@ -316,15 +354,19 @@ void pl_close(pl_group *group)
     while (group->running)
         pthread_cond_wait(&group->changed, &group->lock);
     pl_op *op = group->head;
+    group->head = NULL;
     pthread_mutex_unlock(&group->lock);
     while (op) {
         pl_op *next = op->next;
         complete(group, op, PL_CLOSED);
         op = next;
     }
-    pthread_cond_destroy(&group->changed);
-    pthread_mutex_destroy(&group->lock);
-    free_group(group);
+}
+
+void pl_free(pl_group *group)
+{
+    if (!atomic_load(&group->forked))
+        let_go(group);
 }
 
 /* ---- memory ----------------------------------------------------------------------------------------------- */

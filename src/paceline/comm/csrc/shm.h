@@ -8,7 +8,8 @@
  *   pl_wait        wait a while for one; runs it in the calling thread when nobody else does
  *   pl_op_free     let go of it
  *   pl_run         all three at once, for callers that wait anyway
- *   pl_close       leave
+ *   pl_close       leave: what is in flight fails, and so does what is submitted later
+ *   pl_free        let go of the group
  *
  * A call is described by pl_call, which all ranks publish and compare before memory moves.
  */
@@ -18,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PL_ABI 4
+#define PL_ABI 5
 
 enum { PL_STAGE_TURNS = 3, PL_EAGER_BYTES = 8192, PL_NOWHERE = -1 };
 
@@ -79,21 +80,27 @@ size_t pl_board_bytes(int size);
 pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t arena_bytes, size_t stage_bytes,
                   const int *sockets, const int *fds, int n_fds, int spins);
 
-/* Ends the group's thread; what is in flight fails with PL_CLOSED. Memory stays mapped: it is the caller's. */
+/* Ends the group's thread; what is in flight fails with PL_CLOSED, also where another thread waits for it.
+ * After it nobody touches the mapped memory, which is the caller's. */
 void pl_close(pl_group *group);
 
+/* Lets go of a group that was closed; operations that are left may still be waited for and freed. */
+void pl_free(pl_group *group);
+
 /* in and out may be the same, and are the caller's until the collective is done.
- * start_thread: whether to begin without waiting for pl_wait. NULL when memory or threads are out. */
-pl_op *pl_submit(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s,
-                 int start_thread);
+ * begin_now: whether to begin without waiting for pl_wait.
+ * NULL, and errno, when memory or threads are out, the group was closed (ESHUTDOWN), or is that of the parent of
+ * this process (ECHILD). */
+pl_op *pl_submit(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s, int begin_now);
 
 /* Waits up to patience_s seconds; PL_PENDING when the collective is not done by then. */
-int pl_wait(pl_group *group, pl_op *op, double patience_s);
+int pl_wait(pl_op *op, double patience_s);
 
-/* Runs a collective and waits up to patience_s. When it is done by then, PL_OK, and nothing is left to free;
- * else its status and, in *left, the operation. *left is NULL as well when memory or threads are out. */
-int pl_run(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s, double patience_s,
-           pl_op **left);
+/* Runs a collective and waits up to PL_RUN_PATIENCE_S. NULL when it is done by then, and nothing is left to free;
+ * else the operation, or PL_REFUSED where pl_submit gives NULL. */
+#define PL_REFUSED ((pl_op *)UINTPTR_MAX)
+#define PL_RUN_PATIENCE_S 0.1
+pl_op *pl_run(pl_group *group, const pl_call *call, const void *in, void *out, double timeout_s);
 
 int pl_status_of(const pl_op *op);
 uint64_t pl_number_of(const pl_op *op);
