@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -62,7 +63,7 @@ class SharedMemory:
             finish: called once when it is done, to bring the result where it belongs.
         """
         try:
-            operation = self._kernel.submit(call, _address_of(source), _address_of(target), timeout_s)
+            operation = self._kernel.submit(call, *_addresses(source, target), timeout_s)
         except (ChildProcessError, BrokenPipeError) as refusal:
             raise CommunicationError(_REFUSALS[type(refusal)]) from None
         work = self._work(operation, call, source, target, timeout_s, results, finish)
@@ -84,7 +85,7 @@ class SharedMemory:
             CommunicationError: as ``SharedMemoryWork.wait``.
         """
         try:
-            left = self._kernel.run(call, _address_of(source), _address_of(target), timeout_s)
+            left = self._kernel.run(call, *_addresses(source, target), timeout_s)
         except (ChildProcessError, BrokenPipeError) as refusal:
             raise CommunicationError(_REFUSALS[type(refusal)]) from None
         if left is not None:
@@ -100,12 +101,12 @@ class SharedMemory:
         """Reduce a contiguous tensor over these ranks, in place; done when it returns."""
         reduction = reduction_of(op, flat.dtype)
         assert reduction is not None
-        call = reduce_call(Kind.all_reduce, flat, flat, reduction, flat.numel(), 0)
+        call = reduce_call(Kind.all_reduce, flat.dtype, flat.dtype, reduction, flat.numel(), 0)
         self.run(call, flat, flat, timeout_s)
 
     def broadcast(self, flat: Tensor, root: int, timeout_s: float) -> None:
         """Copy the contiguous tensor of one of these ranks into the others'; done when it returns."""
-        call = copy_call(Kind.broadcast, flat, flat.nbytes, root)
+        call = copy_call(Kind.broadcast, flat.dtype, flat.nbytes, root)
         self.run(call, flat, flat, timeout_s)
 
     def compare(self, call: Call, timeout_s: float) -> Callable[[], object]:
@@ -135,17 +136,19 @@ class SharedMemory:
         return error_for(operation.failure(), call, operation.number, ranks, local_rank, timeout_s)
 
 
+@functools.lru_cache(maxsize=1024)  # making one takes longer than a small reduction
 def reduce_call(
-    kind: Kind, tensor: Tensor, wire: Tensor, reduction: tuple[int, float], count: int, root: int
+    kind: Kind, dtype: torch.dtype, wire: torch.dtype, reduction: tuple[int, float], count: int, root: int
 ) -> Call:
-    """A call that reduces ``count`` elements per rank; ``wire`` is the tensor as the kernel sees it."""
+    """A call that reduces ``count`` elements per rank; ``wire`` is the dtype as the kernel sees it."""
     number, factor = reduction
-    return Call(kind, number, TYPES[wire.dtype], label_of(tensor.dtype), root, 0, count, 0, factor)
+    return Call(kind, number, TYPES[wire], label_of(dtype), root, 0, count, 0, factor)
 
 
-def copy_call(kind: Kind, tensor: Tensor, nbytes: int, root: int = 0) -> Call:
+@functools.lru_cache(maxsize=1024)
+def copy_call(kind: Kind, dtype: torch.dtype, nbytes: int, root: int = 0) -> Call:
     """A call that copies `nbytes` (per rank) of a tensor."""
-    return Call(kind, 0, BYTES, label_of(tensor.dtype), root, 0, nbytes, 0, 1.0)
+    return Call(kind, 0, BYTES, label_of(dtype), root, 0, nbytes, 0, 1.0)
 
 
 def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int, reduction: int = 0) -> Call:
@@ -162,8 +165,9 @@ def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int, reduction: 
     return Call(Kind.elsewhere, reduction, BYTES, label, root, detail, numel, 0, 1.0)
 
 
-def _address_of(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _addresses(source: Tensor | None, target: Tensor | None) -> tuple[int, int]:
+    begin = 0 if source is None else source.data_ptr()
+    return begin, begin if target is source or target is None else target.data_ptr()
 
 
 def _close(kernel: Group, neighbours: Neighbours, futures: Worker) -> None:

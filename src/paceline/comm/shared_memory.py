@@ -131,6 +131,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Reduce tensors over all ranks, in place, on all of them."""
+        if type(tensors) is list and len(tensors) == 1 and type(opts) is dist.AllreduceOptions:
+            return self._all_reduce(tensors[0], opts)  # nearly always; the other forms cost time
         tensors, opts = listed(tensors), options_of(dist.AllreduceOptions, opts, timeout)
         return _joined([self._all_reduce(tensor, opts) for tensor in tensors])
 
@@ -159,7 +161,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             root, begin = opts.rootRank, partial(self._gloo.broadcast, tensors, opts)
             return self._through_gloo("broadcast", tensor, tensor.numel(), root, opts, begin, tensors)
         flat = flat_of(tensor)
-        call = copy_call(Kind.broadcast, tensor, tensor.nbytes, opts.rootRank)
+        call = copy_call(Kind.broadcast, tensor.dtype, tensor.nbytes, opts.rootRank)
         return self._start(call, flat, flat, opts, [tensor], copy_back(tensor, flat))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -169,7 +171,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             begin = partial(self._gloo.all_gather_single, unrolled(output), unrolled(input), opts)
             return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
         source, target = flat_of(input), flat_of(output)
-        call = copy_call(Kind.all_gather, input, input.nbytes)
+        call = copy_call(Kind.all_gather, input.dtype, input.nbytes)
         return self._start(call, source, target, opts, [output], copy_back(output, target))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -181,7 +183,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             begin = partial(self._gloo.allgather, outputs, inputs, opts)
             return self._through_gloo("all_gather", source, 0, 0, opts, begin, targets)
         gathered = source.new_empty((len(targets), *source.shape))
-        call = copy_call(Kind.all_gather, source, source.nbytes)
+        call = copy_call(Kind.all_gather, source.dtype, source.nbytes)
         finish = partial(copy_all, targets, gathered)
         return self._start(call, flat_of(source), gathered, opts, targets, finish)
 
@@ -217,7 +219,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             begin = partial(self._gloo.all_to_all_single, output, input, *splits, opts)
             return self._through_gloo("all_to_all_single", input, 0, 0, opts, begin, [output])
         source, target = flat_of(input), flat_of(output)
-        call = copy_call(Kind.all_to_all, input, input.nbytes // self.size())
+        call = copy_call(Kind.all_to_all, input.dtype, input.nbytes // self.size())
         return self._start(call, source, target, opts, [output], copy_back(output, target))
 
     def barrier(  # type: ignore[override]
@@ -416,14 +418,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _reduce(self, kind: Kind, tensor: Tensor, opts: Any, root: int) -> dist.Work | None:
         """None when the kernel does not do it."""
-        if not self._serves(tensor):
+        if self._memory is None or not is_plain(tensor):
             return None
         wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         reduction = reduction_of(opts.reduceOp, wire.dtype)
         if reduction is None:
             return None
         flat = flat_of(wire)
-        call = reduce_call(kind, tensor, wire, reduction, wire.numel(), root)
+        call = reduce_call(kind, tensor.dtype, wire.dtype, reduction, wire.numel(), root)
         returns = kind is Kind.all_reduce or root == self.rank()
         return self._start(call, flat, flat, opts, [tensor], copy_back(wire, flat) if returns else None)
 
@@ -435,7 +437,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if reduction is None:
             return None
         source, target = flat_of(sources), flat_of(results)
-        call = reduce_call(Kind.reduce_scatter, output, results, reduction, results.numel(), 0)
+        call = reduce_call(Kind.reduce_scatter, output.dtype, results.dtype, reduction, results.numel(), 0)
         return self._start(call, source, target, opts, [output], copy_back(results, target))
 
 

@@ -92,8 +92,9 @@ class KeptWorks:
 
     def keep(self, work: SharedMemoryWork | TaskWork) -> None:
         """Keep a work until it is done, and, unless it is waited for, somewhat longer."""
-        in_flight = [one for one in self._works if not one.is_completed()]
-        done = [one for one in self._works if not one.claimed and one.is_completed()]
+        over = [(one, one.is_completed()) for one in self._works]
+        in_flight = [one for one, is_over in over if not is_over]
+        done = [one for one, is_over in over if is_over and not one.claimed]
         self._works = [*done[-self.LATEST :], *in_flight, work]
 
 
@@ -166,7 +167,7 @@ class SharedMemoryWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is done or failed."""
-        return self._operation.status() != Status.PENDING
+        return self._kept is None or self._operation.status() != Status.PENDING
 
     def is_success(self) -> bool:
         """Whether it is done and did not fail."""
