@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.comm.calls import BYTES, ELSEWHERE, TYPES, error_for, label_of, reduction_of
 from paceline.comm.hosts import Neighbours
 from paceline.comm.native import Call, Group, Kind, Operation
-from paceline.comm.work import CLOSED, DoneWork, KeptWorks, SharedMemoryWork, Worker
+from paceline.comm.work import CLOSED, KeptWorks, SharedMemoryWork, Worker, done_work
 from paceline.errors import CommunicationError
 
 _REFUSALS: dict[type[OSError], str] = {
@@ -62,8 +62,10 @@ class SharedMemory:
             results: what the work's future yields.
             finish: called once when it is done, to bring the result where it belongs.
         """
+        begin = 0 if source is None else source.data_ptr()
+        end = begin if target is source or target is None else target.data_ptr()
         try:
-            operation = self._kernel.submit(call, *_addresses(source, target), timeout_s)
+            operation = self._kernel.submit(call, begin, end, timeout_s)
         except (ChildProcessError, BrokenPipeError) as refusal:
             raise CommunicationError(_REFUSALS[type(refusal)]) from None
         work = self._work(operation, call, source, target, timeout_s, results, finish)
@@ -84,8 +86,10 @@ class SharedMemory:
         Raises:
             CommunicationError: as ``SharedMemoryWork.wait``.
         """
+        begin = 0 if source is None else source.data_ptr()
+        end = begin if target is source or target is None else target.data_ptr()
         try:
-            left = self._kernel.run(call, *_addresses(source, target), timeout_s)
+            left = self._kernel.run(call, begin, end, timeout_s)
         except (ChildProcessError, BrokenPipeError) as refusal:
             raise CommunicationError(_REFUSALS[type(refusal)]) from None
         if left is not None:
@@ -95,7 +99,7 @@ class SharedMemory:
         if finish is not None:
             with torch.no_grad():
                 finish()
-        return DoneWork(results)
+        return done_work(results)
 
     def all_reduce(self, flat: Tensor, op: Any, timeout_s: float) -> None:
         """Reduce a contiguous tensor over these ranks, in place; done when it returns."""
@@ -163,11 +167,6 @@ def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int, reduction: 
     """
     detail, label = ELSEWHERE.index(name), label_of(tensor.dtype)
     return Call(Kind.elsewhere, reduction, BYTES, label, root, detail, numel, 0, 1.0)
-
-
-def _addresses(source: Tensor | None, target: Tensor | None) -> tuple[int, int]:
-    begin = 0 if source is None else source.data_ptr()
-    return begin, begin if target is source or target is None else target.data_ptr()
 
 
 def _close(kernel: Group, neighbours: Neighbours, futures: Worker) -> None:

@@ -426,7 +426,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return None
         flat = flat_of(wire)
         call = reduce_call(kind, tensor.dtype, wire.dtype, reduction, wire.numel(), root)
-        returns = kind is Kind.all_reduce or root == self.rank()
+        returns = flat is not wire and (kind is Kind.all_reduce or root == self.rank())
         return self._start(call, flat, flat, opts, [tensor], copy_back(wire, flat) if returns else None)
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work | None:
