@@ -15,7 +15,19 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-ALL_ALIKE = {"all_reduce": [10.0], "broadcast": [4.0], "all_gather": [1.0, 2.0, 3.0, 4.0]}
+ALL_ALIKE = {
+    "all_reduce": [10.0],
+    "broadcast": [4.0],
+    "all_gather": [1.0, 2.0, 3.0, 4.0],
+    # From each root: 8 times its rank + 1, its rank, three times true, nothing.
+    # Gathered, each times its place: 3 times a rank + 1, 4 times a rank, nothing.
+    "odd": [
+        *(x for root in range(4) for x in (8.0 * (root + 1), float(root), 3.0, 0.0)),
+        sum((place // 3 + 1.0) * (place + 1) for place in range(12)),
+        sum((place // 4) * (place + 1.0) for place in range(16)),
+        0.0,
+    ],
+}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,31 +66,61 @@ def collectives(rank: int, world_size: int) -> dict[str, list[float]]:
     dist.all_gather_single(gathered, mine)
     dist.reduce_scatter_single(scattered, torch.stack([mine * r for r in range(world_size)]))
     dist.all_to_all_single(exchanged, gathered * mine[0])
+    odd = odd_ones(rank, world_size)
     dist.barrier()
     results = {"all_reduce": reduced, "broadcast": sent, "reduce_scatter": scattered}
     rows = {"all_gather": gathered, "all_to_all": exchanged}
-    return {name: [t[0].item()] for name, t in results.items()} | {
-        n: t[:, -1].tolist() for n, t in rows.items()
-    }
+    return (
+        {name: [t[0].item()] for name, t in results.items()}
+        | {n: t[:, -1].tolist() for n, t in rows.items()}
+        | {"odd": odd}
+    )
+
+
+def odd_ones(rank: int, world_size: int) -> list[float]:
+    """Sums over what broadcasts and all-gathers of all kinds of tensors bring; equal on all ranks."""
+    sums = []
+    for root in range(world_size):
+        apart = torch.full((7, 3), rank + 1.0, dtype=torch.bfloat16)[::2, 1:]  # not contiguous
+        single, truth, nothing = torch.tensor(rank + 1j), torch.tensor([rank == root] * 3), torch.empty(0)
+        for tensor in (apart, single, truth, nothing):
+            dist.broadcast(tensor, root)
+            sums.append(tensor.real.double().sum().item())
+    for mine in (torch.full((3,), rank + 1, dtype=torch.int8), torch.full((2, 2), rank + 1j), torch.empty(0)):
+        gathered = mine.new_empty(world_size * mine.numel())
+        dist.all_gather_single(gathered, mine.t())
+        place = torch.arange(1.0, gathered.numel() + 1)
+        sums.append((gathered.real.double() * place).sum().item())
+    return sums
 
 
 def bandwidth(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Seconds of an all-reduce, quickest of some; shm and Gloo in turn."""
+    """Seconds of a collective for each of SIZES, quickest of some; shm and Gloo in turn."""
     groups = {"shm": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
-    times: dict[str, list[float]] = {name: [] for name in groups}
+    times: dict[str, list[float]] = {}
     for size in SIZES:
-        value, rounds = torch.zeros(size // 4), []
-        for _ in range(10):
-            for group in groups.values():
-                dist.barrier()
-                began = time.perf_counter()
-                dist.all_reduce(value, group=group)
-                rounds.append(time.perf_counter() - began)
-        slowest = torch.tensor(rounds).view(10, len(groups))
+        value = torch.zeros(size // 4)
+        whole = value.new_empty(world_size * value.numel())
+        runs = {
+            "all_reduce": partial(dist.all_reduce, value),
+            "broadcast": partial(dist.broadcast, value, world_size - 1),
+            "all_gather": partial(dist.all_gather_single, whole, value),
+        }
+        contenders = [
+            (f"{kind}, {name}", run, group) for kind, run in runs.items() for name, group in groups.items()
+        ]
+        slowest = torch.tensor([[timed(run, group) for _, run, group in contenders] for _ in range(10)])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        for name, seconds in zip(groups, slowest.min(dim=0).values.tolist(), strict=True):
-            times[name].append(seconds)
+        for (name, _, _), seconds in zip(contenders, slowest.min(dim=0).values.tolist(), strict=True):
+            times.setdefault(name, []).append(seconds)
     return times
+
+
+def timed(run: Callable[..., Any], group: dist.ProcessGroup) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    run(group=group)
+    return time.perf_counter() - began
 
 
 def main(rank: int, world_size: int, folder: Path, task: str = "train") -> None:

@@ -23,6 +23,11 @@ def flat_of(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def bytes_of(flat: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as 1-d uint8."""
+    return flat.detach().view(-1).view(torch.uint8)
+
+
 def unrolled(tensor: Tensor) -> Tensor:
     """The tensor in one dimension, where that is a view of it: Gloo refuses shapes that others take."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor

@@ -47,7 +47,11 @@ class Layout:
     @property
     def host(self) -> int:
         """The index of this rank's host."""
-        return next(index for index, ranks in enumerate(self.hosts) if self.rank in ranks)
+        return self.host_of(self.rank)
+
+    def host_of(self, rank: int) -> int:
+        """The index of a rank's host."""
+        return next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
 
     @property
     def neighbours(self) -> tuple[int, ...]:

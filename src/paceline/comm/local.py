@@ -113,6 +113,11 @@ class SharedMemory:
         call = copy_call(Kind.broadcast, flat.dtype, flat.nbytes, root)
         self.run(call, flat, flat, timeout_s)
 
+    def all_gather(self, source: Tensor, target: Tensor, timeout_s: float) -> None:
+        """Copy these ranks' contiguous tensors, one after the other, into one; done when it returns."""
+        call = copy_call(Kind.all_gather, source.dtype, source.nbytes)
+        self.run(call, source, target, timeout_s)
+
     def compare(self, call: Call, timeout_s: float) -> Callable[[], object]:
         """Start comparing a call with those of the other ranks; what is given waits for the outcome."""
         return self.start(call, None, None, timeout_s).wait

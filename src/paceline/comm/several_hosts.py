@@ -6,6 +6,7 @@
                their counterparts on the other hosts, so that all of them drive the network
     inside     each of these hands its slice to the others of its host
 
+Broadcast and all-gather take the same way, so that nothing crosses the network twice in one direction.
 All other collectives go through Gloo over all ranks once the calls were compared. They share one thread,
 so that every rank takes all steps in the same order.
 
@@ -14,7 +15,7 @@ A rank's result comes from the same additions as everybody else's, so all are eq
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.call_forms import bytes_of, copy_all, flat_of
 from paceline.comm.calls import REDUCTIONS, in_words, reduction_of
 from paceline.comm.hosts import Layout
 from paceline.comm.local import SharedMemory, elsewhere_call
@@ -71,9 +73,53 @@ class SeveralHosts:
             return None
         call = elsewhere_call("all_reduce", tensor, tensor.numel(), 0, known[0])
         steps = self._steps(call, tensor, REDUCTIONS[known[0]], known[1], timeout_s)
-        work = TaskWork(self.worker, steps, [tensor])
-        self._kept.keep(work)
-        return work
+        return self._start(steps, [tensor])
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float) -> dist.Work:
+        """Start copying the root's CPU tensor into all ranks'.
+
+        Args:
+            tensor: strided, not empty.
+            root: a rank of the group.
+            timeout_s: how long the ranks of this host may take.
+        """
+        call = elsewhere_call("broadcast", tensor, tensor.numel(), root)
+
+        def carry_out() -> None:
+            self.compare(call, timeout_s)
+            flat = flat_of(tensor)
+            data, home = bytes_of(flat), self._layout.host_of(root)
+            if home == self._layout.host:
+                self.memory.broadcast(data, self._layout.neighbours.index(root), timeout_s)
+            self._share([data], [home], timeout_s)
+            if flat is not tensor:
+                tensor.copy_(flat)
+
+        return self._start(carry_out, [tensor])
+
+    def all_gather_single(self, output: Tensor, input: Tensor, timeout_s: float) -> dist.Work:
+        """Start gathering every rank's CPU tensor, one after the other, into one tensor on all ranks.
+
+        Args:
+            output: strided, with the elements of all ranks.
+            input: strided, of the same dtype, not empty.
+            timeout_s: how long the ranks of this host may take.
+        """
+        call = elsewhere_call("all_gather_single", input, input.numel(), 0)
+
+        def carry_out() -> None:
+            self.compare(call, timeout_s)
+            flat = flat_of(output)
+            source, rows = bytes_of(flat_of(input)), bytes_of(flat).view(self._size, -1)
+            blocks = [source.new_empty(len(ranks), rows.shape[1]) for ranks in self._layout.hosts]
+            self.memory.all_gather(source, blocks[self._layout.host], timeout_s)
+            self._share(blocks, range(len(blocks)), timeout_s)
+            for ranks, block in zip(self._layout.hosts, blocks, strict=True):
+                copy_all([rows[rank] for rank in ranks], block)
+            if flat is not output:
+                output.copy_(flat)
+
+        return self._start(carry_out, [output])
 
     def compare(self, call: Call, timeout_s: float) -> None:
         """Hold this rank's call against everybody's; in the order of calls, by the worker.
@@ -115,6 +161,27 @@ class SeveralHosts:
             f"rank {self._layout.rank}: a collective failed, because the hosts made different calls: "
             f"{'; '.join(said)}. Nothing was moved. All ranks must make the same calls in the same order"
         )
+
+    def _start(self, steps: Callable[[], None], results: list[Tensor]) -> dist.Work:
+        work = TaskWork(self.worker, steps, results)
+        self._kept.keep(work)
+        return work
+
+    def _share(self, blocks: Sequence[Tensor], homes: Sequence[int], timeout_s: float) -> None:
+        """Bring each block of bytes from all ranks of its home, one of the hosts, to those of the others."""
+        parts = [block.view(-1).tensor_split(self._drivers) for block in blocks]
+        if self._between is not None:
+            works = []
+            for part, home in zip(parts, homes, strict=True):
+                options = dist.BroadcastOptions()
+                options.rootRank = home
+                works.append(self._between.broadcast([part[self._driver]], options))
+            for work in works:
+                work.wait()
+        for part, home in zip(parts, homes, strict=True):
+            for driver, one in enumerate(part):
+                if home != self._layout.host:
+                    self.memory.broadcast(one, driver, timeout_s)
 
     def _steps(
         self, call: Call, tensor: Tensor, name: str, factor: float, timeout_s: float

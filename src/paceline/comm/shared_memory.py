@@ -157,6 +157,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             root, opts = opts or 0, dist.BroadcastOptions()
             opts.rootRank = root
         (tensor,) = tensors
+        if self._hosts is not None and is_plain(tensor) and tensor.numel():
+            return self._hosts.broadcast(tensor, opts.rootRank, self._timeout_of(opts))
         if not self._serves(tensor):
             root, begin = opts.rootRank, partial(self._gloo.broadcast, tensors, opts)
             return self._through_gloo("broadcast", tensor, tensor.numel(), root, opts, begin, tensors)
@@ -167,7 +169,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor, one after the other, into one tensor on all ranks."""
         opts = opts or new_options("AllgatherOptions")
-        if not self._serves(output, input) or output.numel() != input.numel() * self.size():
+        whole = output.numel() == input.numel() * self.size() and output.dtype == input.dtype
+        if self._hosts is not None and whole and input.numel() and is_plain(output) and is_plain(input):
+            return self._hosts.all_gather_single(output, input, self._timeout_of(opts))
+        if not self._serves(output, input) or not whole:
             begin = partial(self._gloo.all_gather_single, unrolled(output), unrolled(input), opts)
             return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
         source, target = flat_of(input), flat_of(output)
