@@ -1,7 +1,7 @@
 """All-reduce (float32, sum) of the shm process group beside Gloo, and beside MPICH where mpi4py is installed.
 
     python benchmarks/allreduce.py                            2 ranks, 4 B to 256 MiB
-    python benchmarks/allreduce.py --ranks 1 2 4 8 --png allreduce.png --json allreduce.json
+    python benchmarks/allreduce.py --ranks 1 2 4 8 --png docs/img/allreduce.png
     pip install 'paceline[mpi]'                               brings MPICH along
 
 Contenders take turns in the same processes, many short rounds each, so that whatever else the machine does
@@ -155,14 +155,14 @@ def table(times: Times) -> str:
 
 
 def draw(all_times: dict[int, Times], path: str, title: str) -> None:
-    """Bytes of the tensor over time, against size; one picture per number of ranks."""
+    """Bytes of the tensor over time, against size; one panel per number of ranks, if there are several."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * len(all_times), 4.2), layout="constrained")
+    drawn = {world_size: times for world_size, times in all_times.items() if world_size > 1}
+    figure = Figure(figsize=(4.0 * len(drawn), 3.6), layout="constrained")
     figure.suptitle(title)
-    for axes, (world_size, times) in zip(
-        figure.subplots(1, len(all_times), squeeze=False, sharey=True)[0], all_times.items(), strict=True
-    ):
+    panels = figure.subplots(1, len(drawn), squeeze=False, sharex=True, sharey=True)[0]
+    for axes, (world_size, times) in zip(panels, drawn.items(), strict=True):
         for name in (*CONTENDERS, "bound"):
             points = [(size, size / row[name] / 2**30) for size, row in times.items() if name in row]
             if points:
@@ -172,8 +172,8 @@ def draw(all_times: dict[int, Times], path: str, title: str) -> None:
         axes.set_xscale("log", base=2)
         axes.set_ylabel("GiB reduced per second")
         axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=130)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=90)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -183,10 +183,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--png", metavar="FILE", help="draw the bandwidth there")
+    parser.add_argument("--png", metavar="FILE", help="draw the bandwidth of more than one rank there")
     parser.add_argument("--json", metavar="FILE", help="write the times there too")
     parser.add_argument("--mpi-rank", metavar="FOLDER", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.png and max(options.ranks) < 2:
+        parser.error("--png takes several ranks: --ranks 2")
+    return options
 
 
 def main(arguments: list[str]) -> None:
