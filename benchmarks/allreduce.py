@@ -39,7 +39,7 @@ from torch import Tensor
 
 SIZES = [4, 64, 1 << 10, 4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20, 256 << 20]
 BOUND_FROM = 1 << 20  # bytes; below, calling torch takes longer than moving memory
-ROUND_S = 0.01  # how long a round of one contender should take at least
+ROUND_S = 0.004  # how long a round of one contender should take at least: less than a turn of the scheduler
 CONTENDERS = ("gloo", "mpich", "staged", "arena")
 
 Times = dict[int, dict[str, float]]  # {bytes: {contender: seconds}}
@@ -182,7 +182,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--png", metavar="FILE", help="draw the bandwidth of more than one rank there")
     parser.add_argument("--json", metavar="FILE", help="write the times there too")
     parser.add_argument("--mpi-rank", metavar="FOLDER", help=argparse.SUPPRESS)
