@@ -145,16 +145,22 @@ class SharedMemory:
         return error_for(operation.failure(), call, operation.number, ranks, local_rank, timeout_s)
 
 
-@functools.lru_cache(maxsize=1024)  # making one takes longer than a small reduction
 def reduce_call(
     kind: Kind, dtype: torch.dtype, wire: torch.dtype, reduction: tuple[int, float], count: int, root: int
 ) -> Call:
     """A call that reduces ``count`` elements per rank; ``wire`` is the dtype as the kernel sees it."""
     number, factor = reduction
+    if factor == 1.0:
+        return _unscaled(kind, dtype, wire, number, count, root)
     return Call(kind, number, TYPES[wire], label_of(dtype), root, 0, count, 0, factor)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache  # making one takes longer than a small reduction
+def _unscaled(kind: Kind, dtype: torch.dtype, wire: torch.dtype, number: int, count: int, root: int) -> Call:
+    return Call(kind, number, TYPES[wire], label_of(dtype), root, 0, count, 0, 1.0)
+
+
+@functools.lru_cache
 def copy_call(kind: Kind, dtype: torch.dtype, nbytes: int, root: int = 0) -> Call:
     """A call that copies `nbytes` (per rank) of a tensor."""
     return Call(kind, 0, BYTES, label_of(dtype), root, 0, nbytes, 0, 1.0)

@@ -19,7 +19,7 @@ from paceline.errors import BackendUnavailableError
 
 ABI = 5  # PL_ABI in shm.h
 STAGE_TURNS = 3
-_REFUSED = ctypes.c_void_p(-1).value  # PL_REFUSED
+_REFUSED = (1 << 64) - 1  # PL_REFUSED, as ctypes gives pointers
 LIBRARY = Path(__file__).parent / "libpaceline_shm.so"
 
 
