@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -57,6 +58,15 @@ def options_of(kind: Any, given: Any, timeout: timedelta | None) -> Any:
         options.reduceOp = given
     if timeout is not None:
         options.timeout = timeout
+    return options
+
+
+def broadcast_options_of(given: Any) -> Any:
+    """The same for a broadcast, which older callers give the root alone, or nothing."""
+    if isinstance(given, dist.BroadcastOptions):
+        return given
+    options = dist.BroadcastOptions()
+    options.rootRank = given or 0
     return options
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from paceline.comm import hosts
 from paceline.comm.call_forms import (
+    broadcast_options_of,
     copy_all,
     copy_back,
     flat_of,
@@ -50,7 +51,7 @@ from paceline.comm.native import Call, Kind
 from paceline.comm.several_hosts import SeveralHosts
 from paceline.comm.through_gloo import ComparedCalls, InnerGloo
 from paceline.comm.uncompiled import uncompiled
-from paceline.comm.work import JoinedWork, Worker
+from paceline.comm.work import Worker, joined
 from paceline.recorder.layout import Kind as Fact
 from paceline.recorder.ring import recorder
 
@@ -134,7 +135,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if type(tensors) is list and len(tensors) == 1 and type(opts) is dist.AllreduceOptions:
             return self._all_reduce(tensors[0], opts)  # nearly always; the other forms cost time
         tensors, opts = listed(tensors), options_of(dist.AllreduceOptions, opts, timeout)
-        return _joined([self._all_reduce(tensor, opts) for tensor in tensors])
+        return joined([self._all_reduce(tensor, opts) for tensor in tensors])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce several tensors over all ranks, in place."""
@@ -152,11 +153,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Copy the root's tensor into all ranks' tensors."""
-        tensors = listed(tensors)
-        if not isinstance(opts, dist.BroadcastOptions):
-            root, opts = opts or 0, dist.BroadcastOptions()
-            opts.rootRank = root
-        (tensor,) = tensors
+        (tensor,) = tensors = listed(tensors)
+        opts = broadcast_options_of(opts)
         if self._hosts is not None and is_plain(tensor) and tensor.numel():
             return self._hosts.broadcast(tensor, opts.rootRank, self._timeout_of(opts))
         if not self._serves(tensor):
@@ -278,13 +276,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """``all_gather_single`` of several tensors."""
-        return _joined([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        return joined([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """``reduce_scatter_single`` of several tensors."""
-        return _joined([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        return joined([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -450,7 +448,3 @@ def create_group(options: Any, _: Any) -> dist.ProcessGroup:
     """What torch.distributed calls for backend "shm"."""
     ranks = options.global_ranks_in_group
     return SharedMemoryGroup(options.store, options.group_rank, options.group_size, options.timeout, ranks)
-
-
-def _joined(works: list[Any]) -> dist.Work:
-    return works[0] if len(works) == 1 else JoinedWork(works)

@@ -370,6 +370,11 @@ class JoinedWork(dist.Work):
         return futures.then(lambda all_: [tensor for one in all_.value() for tensor in one.value()])
 
 
+def joined(works: Sequence[dist.Work]) -> dist.Work:
+    """At least one work, as one."""
+    return works[0] if len(works) == 1 else JoinedWork(works)
+
+
 def _run_all(pending: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := pending.get()) is not None:
         job()
