@@ -164,12 +164,14 @@ static void complete(pl_group *group, pl_op *op, int status)
     drop(op);
 }
 
-/* Runs the first operation of the queue, unless somebody is at it. Returns whether one was completed. */
+/* Runs the first operation of the queue, unless somebody is at it. Returns whether one was completed.
+ * None begins in a group that is being closed: this rank has come to the meeting of the one that was cut off, and
+ * would be counted there in another's place. */
 static bool run_first(pl_group *group, double patience_s)
 {
     pthread_mutex_lock(&group->lock);
     pl_op *op = group->head;
-    if (group->running || !op) {
+    if (group->running || !op || atomic_load(&group->closing)) {
         pthread_mutex_unlock(&group->lock);
         return false;
     }
