@@ -361,6 +361,20 @@ def test_what_is_handed_to_a_wrapper(check):
     run_ranks(check, 2, timeout=100)
 
 
+def under_compiled_autograd(rank, world):
+    from torch._dynamo import compiled_autograd
+
+    wrapper = DistributedDataParallel(Chain())
+    refused = pytest.raises(ArgumentError, match="compiled autograd cannot run the hooks")
+    with compiled_autograd._enable(torch.compile(backend="eager")), refused:
+        wrapper(rank_input(rank))
+    a_step_averages(wrapper, rank, 0)
+
+
+def test_compiled_autograd_is_refused():
+    run_ranks(under_compiled_autograd, 2, timeout=100)
+
+
 # -- options that differ between ranks ------------------------------------------------------
 
 DIFFERING: dict[str, tuple[Any, Any]] = {

@@ -6,6 +6,7 @@ Nothing here computes: each name forwards to the part that owns the matter.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,7 @@ from paceline.engine.buffers import BufferSync
 from paceline.engine.comm_hooks import BUILT_IN_HOOKS, Hook
 from paceline.engine.logging_data import logging_data
 from paceline.engine.statistics import RunStatistics
+from paceline.errors import ArgumentError
 
 if TYPE_CHECKING:
     from paceline.engine.layout import BucketLayout
@@ -234,6 +236,7 @@ class TorchNames:
         if torch.compiler.is_compiling():
             yield
             return
+        _refuse_compiled_autograd()
         homes: tuple[Any, ...] = (TorchClass, type(self))
         before = [home._active_ddp_module for home in homes]
         for home in homes:
@@ -243,6 +246,17 @@ class TorchNames:
         finally:
             for home, previous in zip(homes, before, strict=True):
                 home._active_ddp_module = previous
+
+
+def _refuse_compiled_autograd() -> None:
+    """It would trace the hooks that average gradients, and lose them; torch's class refuses it, too."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is not None and compiled_autograd.compiled_autograd_enabled:
+        raise ArgumentError(
+            "compiled autograd cannot run the hooks by which DistributedDataParallel averages gradients; "
+            "leave out torch._dynamo.config.compiled_autograd. torch.compile works, of the module and of the "
+            "wrapper"
+        )
 
 
 class TorchReducerNames:
