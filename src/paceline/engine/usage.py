@@ -24,6 +24,7 @@ forwards show it when a rank has skipped a backward.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -65,30 +66,38 @@ class TailLayout:
         """Number of elements of the whole tail."""
         return 5 * self.world_size + 2 * self.parameters + self.buckets
 
+    @functools.cached_property
+    def _usual_body(self) -> Tensor:
+        """What follows the blocks of ranks where every rank holds and reached everything in time."""
+        return torch.cat((torch.ones(2 * self.parameters), torch.zeros(self.buckets)))
+
     def write(self, tail: Tensor, report: RankReport) -> None:
         """Write what this rank has to say into ``tail``, a 1-d float tensor of ``numel`` elements."""
-        world, head = self.world_size, 5 * self.world_size
-        tail[:head].zero_()
-        tail[report.rank] = report.pass_number % FINGERPRINT_MODULUS
-        tail[world + report.rank] = report.plan_fingerprint
-        tail[2 * world + report.rank] = report.forwards % FINGERPRINT_MODULUS
-        tail[3 * world + report.rank] = report.standing
-        tail[4 * world + report.rank] = report.buffer_forms
-        tail[head : head + 2 * self.parameters].fill_(1)
-        tail[head + 2 * self.parameters :].zero_()
-        _mark(tail, head, report.without_gradient, 0)
-        _mark(tail, head + self.parameters, report.unreached, 0)
-        _mark(tail, head + 2 * self.parameters, report.late_buckets, 1)
+        head = torch.zeros(5, self.world_size)
+        head[:, report.rank] = torch.tensor(
+            [
+                float(report.pass_number % FINGERPRINT_MODULUS),
+                report.plan_fingerprint,
+                report.forwards % FINGERPRINT_MODULUS,
+                report.standing,
+                report.buffer_forms,
+            ]
+        )
+        tail.copy_(torch.cat((head.flatten(), self._usual_body)))
+        start = head.numel()
+        _mark(tail, start, report.without_gradient, 0)
+        _mark(tail, start + self.parameters, report.unreached, 0)
+        _mark(tail, start + 2 * self.parameters, report.late_buckets, 1)
 
     def read(self, tail: Tensor) -> PassVerdict:
         """Read the averaged tail; the same verdict comes out on every rank."""
-        world, count, head = self.world_size, self.parameters, 5 * self.world_size
-        sums = (tail * world).round_()
-        blocks = sums[:head].long().tolist()
-        body = sums[head : head + 2 * count]
-        late = sums[head + 2 * count :]
-        everyone = bool((body == world).all())
-        counts = [] if everyone else body.long().tolist()
+        world, count = self.world_size, self.parameters
+        sums = (tail.cpu() * world).round_()
+        blocks = [int(value) for value in sums[: 5 * world].tolist()]
+        body = sums[5 * world :]
+        usual = torch.equal(body, (self._usual_body * world).to(body.dtype))
+        counts = [] if usual else [int(value) for value in body.tolist()]
+        everyone = usual or all(value == world for value in counts[: 2 * count])
         return PassVerdict(
             pass_numbers=blocks[:world],
             plan_fingerprints=blocks[world : 2 * world],
@@ -96,8 +105,8 @@ class TailLayout:
             standings=[Standing(value) for value in blocks[3 * world : 4 * world]],
             buffer_forms=blocks[4 * world :],
             holders=None if everyone else counts[:count],
-            users=None if everyone else counts[count:],
-            late_buckets=late.nonzero().flatten().tolist(),
+            users=None if everyone else counts[count : 2 * count],
+            late_buckets=[bucket for bucket, value in enumerate(counts[2 * count :]) if value],
         )
 
 
