@@ -397,7 +397,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         begin: Callable[[], dist.Work],
         results: Sequence[Tensor],
     ) -> dist.Work:
-        self._note(name, tensor.nbytes)
+        self._note(name, tensor.numel() * tensor.element_size())
         if self._compared is None:
             return begin()
         return self._compared.start(name, tensor, numel, root, self._timeout_of(opts), begin, results)
