@@ -183,6 +183,25 @@ def test_a_forked_child_is_told():
         assert value == 2
 
 
+def destroyed_in_a_fork(rank: int, world_size: int) -> tuple[int, float]:
+    value = torch.ones(10)
+    dist.all_reduce(value)
+    if (child := os.fork()) == 0:
+        own = [
+            os.open(os.devnull, os.O_RDONLY) for _ in range(50)
+        ]  # numbers that stood for the parent's sockets
+        dist.group.WORLD.shutdown()
+        closed = [descriptor for descriptor in own if not Path(f"/proc/self/fd/{descriptor}").exists()]
+        os._exit(len(closed))
+    _, status = os.waitpid(child, 0)
+    dist.all_reduce(value)
+    return os.waitstatus_to_exitcode(status), value[0].item()
+
+
+def test_a_forked_child_that_leaves_closes_nothing_but_its_own():
+    assert run_ranks(destroyed_in_a_fork, 2, backend="shm") == [(0, 4.0)] * 2
+
+
 def too_large(rank: int, world_size: int) -> str:
     group = dist.group.WORLD
     with pytest.raises(MemoryError) as caught:

@@ -80,6 +80,7 @@ class Neighbours:
         self.local_rank = ranks.index(rank)
         self.arena = arena
         self.connections: dict[int, socket.socket] = {}
+        self._owner = os.getpid()
         self.files: dict[int, SharedFile] = {rank: arena.file}
         self.board: SharedFile | None = None
 
@@ -101,7 +102,10 @@ class Neighbours:
     def disconnect(self) -> None:
         """Close the connections: to the others it looks as if this process had ended."""
         for connection in self.connections.values():
-            connection.close()
+            if os.getpid() == self._owner:
+                connection.close()
+            else:  # closed when this process was forked, and the number may stand for another file by now
+                connection.detach()
 
 
 def same_host(store: dist.Store, rank: int, size: int) -> Layout:

@@ -9,6 +9,7 @@ a group that nothing else uses it only has to keep its own order.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _world
 
+from paceline.comm.forked import spare_parent_in_children
 from paceline.comm.waiting import Peers
 
 
@@ -35,6 +37,7 @@ def private_group(
         The new group; ``base`` itself where no other group can be made of its ranks: they are one alone,
         the backend is MPI, or torch.distributed does not know ``base``.
     """
+    spare_parent_in_children()
     if dist.get_world_size(base) == 1 or base not in _world.pg_map:
         return base
     backend = _backend_for(base, device)
@@ -54,7 +57,7 @@ def private_group(
     # many groups there are: were one destroyed, its name, and what stands in the store, would come again.
     if device.type == "cpu" and all_ranks:
         _wait_for_all(group, purpose)
-        weakref.finalize(owner, _destroy, group).atexit = False
+        weakref.finalize(owner, _destroy, group, os.getpid()).atexit = False
     return group
 
 
@@ -64,8 +67,8 @@ def _wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     Peers(group).wait(work, lambda: f"making a process group for {purpose}")
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
-    if group in _world.pg_map:  # else all groups were destroyed together
+def _destroy(group: dist.ProcessGroup, maker: int) -> None:
+    if os.getpid() == maker and group in _world.pg_map:  # else all groups were destroyed together
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group(group)
 

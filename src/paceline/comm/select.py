@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paceline.comm.forked import spare_parent_in_children
 from paceline.comm.native import why_unavailable
 from paceline.comm.registration import register
 from paceline.environment import RankPlace, cpu_requested, rank_place
@@ -141,6 +142,7 @@ def default_store() -> dist.Store | None:
 
 
 def _bring_up(name: str, timeout: timedelta, place: RankPlace) -> None:
+    spare_parent_in_children()
     if place.world_size == 1:
         dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
