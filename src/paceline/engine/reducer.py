@@ -41,6 +41,7 @@ from paceline.engine.agreement import PlanAgreement
 from paceline.engine.arrivals import Arrivals
 from paceline.engine.backward_pass import BackwardPass
 from paceline.engine.bucket import Slot
+from paceline.engine.buffers import BufferSync
 from paceline.engine.callbacks import at_end_of_backward, call_weakly, is_marked, owners_of_hooks
 from paceline.engine.comm_hooks import Averaging, CommHook
 from paceline.engine.launcher import BucketLauncher
@@ -78,8 +79,7 @@ class Reducer(TorchReducerNames):
         self.passes_finished = 0
         self.at_backward_end: list[Callable[[], None]] = []  # before anything is reduced
         self.at_pass_end: list[Callable[[], None]] = []  # when the averages are there
-        self.report_buffers: Callable[[], int] = lambda: 0  # a fingerprint of their names and forms
-        self.hear_buffers: Callable[[bool], None] = lambda alike: None  # whether all ranks reported the same
+        self.buffers: BufferSync  # hears of passes; set by the wrapper, which owns both
         self.statistics = RunStatistics()
         self.options = options
         _retire_older(parameters)
@@ -325,7 +325,7 @@ class Reducer(TorchReducerNames):
 
     def _conclude(self, current: BackwardPass, verdict: PassVerdict) -> None:
         self.passes_finished += 1
-        self.hear_buffers(verdict.buffers_alike())
+        self.buffers.hear_forms(verdict.buffers_alike())
         self._check_verdict(current, verdict)
         self._launcher.launch_used(current, verdict)
         self._launcher.reduce_late(current, verdict.late_buckets)
@@ -334,6 +334,7 @@ class Reducer(TorchReducerNames):
         nowhere = verdict.held_nowhere()
         for bucket in self.layout.buckets:
             bucket.hand_back(nowhere)
+        self.buffers.after_pass(current.number)
         self.statistics.communication_ends(current.number, sum(b.launched for b in self.layout.buckets))
         self._learn(current, verdict)
         self._compare_graph(current)
@@ -414,7 +415,7 @@ class Reducer(TorchReducerNames):
         """Wait for what ``_abandon`` launched; its result is worth nothing."""
         self._abandoned = None
         self.passes_finished += 1
-        self.hear_buffers(False)
+        self.buffers.hear_forms(False)
         self._launcher.land(abandoned)
 
     # -- words ------------------------------------------------------------------------------
@@ -429,7 +430,7 @@ class Reducer(TorchReducerNames):
             plan_fingerprint=self.layout.plan.fingerprint,
             forwards=self._forwards,
             standing=current.standing,
-            buffer_forms=self.report_buffers(),
+            buffer_forms=self.buffers.report_forms(),
             without_gradient=[slot.index for slot in self._launcher.slots_without_gradient()],
             unreached=unreached,
             late_buckets=sorted(current.late),

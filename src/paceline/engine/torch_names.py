@@ -266,6 +266,13 @@ class TorchReducerNames:
     users_of_parameters: Callable[[], list[int]]
     _lessons: Lessons
 
+    def _rebuild_buckets(self) -> bool:
+        """False: buckets are planned anew between passes without being asked."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """With ``static_graph``, torch's first pass reduces nothing before this; here it has been reduced."""
+
     def _get_local_used_map(self) -> Tensor:
         device = self.layout.tail.device
         return torch.tensor(self.users_of_parameters(), dtype=torch.int32, device=device)
