@@ -239,6 +239,17 @@ def test_memory_goes_back_with_the_last_tensor():
     run_ranks(allocating, 2, backend="shm")
 
 
+def distances_of_arenas(rank: int, world_size: int) -> list[int]:
+    files = dist.group.WORLD._memory.neighbours.files
+    return [files[a].address - files[b].address for a in files for b in files if a < b]
+
+
+def test_arenas_do_not_lie_at_addresses_that_a_cache_takes_for_the_same():
+    for distances in run_ranks(distances_of_arenas, 4, backend="shm"):
+        assert distances
+        assert all(distance % 2**20 for distance in distances)
+
+
 def data_loader_workers(rank: int, world_size: int, method: str) -> list[float]:
     shared = dist.group.WORLD.allocate_tensor(1 << 20, dtype=torch.float32, device=CPU)
     dist.all_reduce(shared)
