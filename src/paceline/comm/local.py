@@ -142,9 +142,8 @@ class SharedMemory:
         self._close()
 
     def _wait_for(self, work: SharedMemoryWork) -> None:
-        self._kept.keep(
-            work
-        )  # an exception, of a signal's handler say, may end the wait before the collective
+        # An exception, of a signal's handler say, may end the wait before the collective ends.
+        self._kept.keep(work)
         work.wait()
 
     def _work(

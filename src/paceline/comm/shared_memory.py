@@ -142,7 +142,8 @@ class SharedMemoryGroup(GroupOverGloo):
         (tensor,) = tensors = listed(tensors)
         opts = broadcast_options_of(opts)
         if self._hosts is not None and is_plain(tensor) and tensor.numel():
-            return self._hosts.broadcast(tensor, opts.rootRank, self._timeout_of(opts))
+            work = self._hosts.broadcast(tensor, opts.rootRank, self._timeout_of(opts))
+            return self._noted("broadcast", tensor, work)
         if not self._serves(tensor):
             root, begin = opts.rootRank, partial(self._gloo.broadcast, tensors, opts)
             return self._through_gloo("broadcast", tensor, tensor.numel(), root, opts, begin, tensors)
@@ -155,7 +156,8 @@ class SharedMemoryGroup(GroupOverGloo):
         opts = opts or new_options("AllgatherOptions")
         whole = output.numel() == input.numel() * self.size() and output.dtype == input.dtype
         if self._hosts is not None and whole and input.numel() and is_plain(output) and is_plain(input):
-            return self._hosts.all_gather_single(output, input, self._timeout_of(opts))
+            work = self._hosts.all_gather_single(output, input, self._timeout_of(opts))
+            return self._noted("all_gather_single", input, work)
         if not self._serves(output, input) or not whole:
             begin = partial(self._gloo.all_gather_single, unrolled(output), unrolled(input), opts)
             return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
@@ -339,8 +341,13 @@ class SharedMemoryGroup(GroupOverGloo):
         if not is_plain(tensor):
             return None
         wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self._note("all_reduce", tensor.nbytes)
-        return hosts.all_reduce(wire, opts.reduceOp, self._timeout_of(opts))
+        work = hosts.all_reduce(wire, opts.reduceOp, self._timeout_of(opts))
+        return work and self._noted("all_reduce", tensor, work)
+
+    def _noted(self, kind: str, tensor: Tensor, work: dist.Work) -> dist.Work:
+        """Record a call over several hosts that was started."""
+        self._note(kind, tensor.nbytes)
+        return work
 
     def _reduce(self, kind: Kind, tensor: Tensor, opts: Any, root: int) -> dist.Work | None:
         """None when the kernel does not do it."""
@@ -356,7 +363,13 @@ class SharedMemoryGroup(GroupOverGloo):
         return self._start(call, flat, flat, opts, [tensor], copy_back(wire, flat) if returns else None)
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work | None:
-        if not self._serves(output, input) or output.dtype != input.dtype:
+        if not is_plain(output) or not is_plain(input) or output.dtype != input.dtype:
+            return None
+        if self._hosts is not None and output.numel() and not output.is_complex():
+            timeout_s = self._timeout_of(opts)
+            work = self._hosts.reduce_scatter_single(output, input, opts.reduceOp, timeout_s)
+            return work and self._noted("reduce_scatter_single", input, work)
+        if self._memory is None:
             return None
         sources, results = (torch.view_as_real(t) if t.is_complex() else t for t in (input, output))
         reduction = reduction_of(opts.reduceOp, results.dtype)
