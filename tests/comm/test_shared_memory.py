@@ -239,6 +239,17 @@ def test_memory_goes_back_with_the_last_tensor():
     run_ranks(allocating, 2, backend="shm")
 
 
+def distances_of_arenas(rank: int, world_size: int) -> list[int]:
+    files = dist.group.WORLD._memory.neighbours.files
+    return [files[a].address - files[b].address for a in files for b in files if a < b]
+
+
+def test_arenas_do_not_lie_at_addresses_that_a_cache_takes_for_the_same():
+    for distances in run_ranks(distances_of_arenas, 4, backend="shm"):
+        assert distances
+        assert all(distance % 2**20 for distance in distances)
+
+
 def data_loader_workers(rank: int, world_size: int, method: str) -> list[float]:
     shared = dist.group.WORLD.allocate_tensor(1 << 20, dtype=torch.float32, device=CPU)
     dist.all_reduce(shared)
@@ -280,6 +291,24 @@ def test_forked_children_inherit_neither_memory_nor_files():
     assert run_ranks(descriptors_after_fork, 2, backend="shm") == [(0, 0)] * 2
 
 
+def scattered_on_hosts(rank: int, world_size: int) -> None:
+    """Part p of rank r's input is r + p everywhere."""
+    ranks = torch.arange(world_size, dtype=torch.float64)
+    wanted = {dist.ReduceOp.SUM: ranks.sum() + world_size * rank, dist.ReduceOp.MAX: ranks.max() + rank}
+    wanted |= {dist.ReduceOp.AVG: ranks.mean() + rank, dist.ReduceOp.PRODUCT: (ranks + rank).prod()}
+    for numel in (1, 7, 5000, 100_001):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            for op, want in wanted.items():
+                source = (rank + ranks).to(dtype).repeat_interleave(numel)
+                before, part = source.clone(), torch.empty(numel, 2, dtype=dtype)[:, 0]
+                if numel == 7:
+                    dist.reduce_scatter(part, list(source.chunk(world_size)), op)
+                else:
+                    dist.reduce_scatter_single(part, source, op)
+                assert torch.equal(part, want.to(dtype).expand(numel)), (numel, dtype, op)
+                assert torch.equal(source, before)
+
+
 def on_hosts(rank: int, world_size: int, host_of_rank: list[int]) -> tuple[list[float], ...]:
     from paceline.comm import hosts
 
@@ -301,6 +330,7 @@ def on_hosts(rank: int, world_size: int, host_of_rank: list[int]) -> tuple[list[
     dist.all_gather_single(stacked, torch.full((10,), float(rank)))
     dist.reduce_scatter_single(part, stacked)
     assert torch.equal(part, torch.full((10,), float(rank * world_size)))
+    scattered_on_hosts(rank, world_size)
     dist.barrier()
     found = trained(DistributedDataParallel(a_net()), torch.full((8, 64), rank + 1.0))
     return results, [one[0].item() for one in gathered], [one.numpy().tobytes() for one in found]

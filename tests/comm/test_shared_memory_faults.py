@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,7 @@ def different_calls_on_hosts(rank: int, world_size: int) -> list[tuple[str, str,
         lambda: dist.all_reduce(value.double() if odd else value),
         lambda: dist.broadcast(value, 1 if other_host else 0),
         lambda: dist.barrier() if other_host else dist.all_gather(gathered, value),
+        lambda: dist.reduce_scatter(value, gathered, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
     ]
     failures = [failure_of(call) for call in calls]
     assert torch.equal(value, torch.ones(5000))  # nothing was moved
@@ -355,3 +358,32 @@ def test_a_group_may_be_left_while_another_thread_waits():
     found = run_ranks(closed_while_waited_for, 2, backend="shm", timeout=40)[0]
     assert [name for name, _, _ in found] == ["CommunicationError"] * 4
     assert all("was shut down" in text and seconds < 5 for _, text, seconds in found)
+
+
+def interrupted(rank: int, world_size: int) -> None:
+    """Rank 0 is interrupted while it waits, and lets go of the tensor before rank 1 comes."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        value = torch.ones(300_000)
+        in_use = weakref.ref(value)
+        try:
+            dist.all_reduce(value)
+        except KeyboardInterrupt:
+            del value
+        gc.collect()
+        assert in_use() is not None
+    else:
+        time.sleep(1.5)
+        dist.all_reduce(torch.ones(300_000))
+    last = torch.ones(1)
+    dist.all_reduce(last)
+    assert last == world_size
+
+
+def test_an_interrupted_collective_keeps_the_memory_it_works_on():
+    run_ranks(interrupted, 2, backend="shm")

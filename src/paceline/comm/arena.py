@@ -7,6 +7,11 @@ tensor is allocated and given back with its last reference.
 Note "no SIGBUS": touching a page that the system cannot provide kills the process. So pages
 are taken by a system call that can fail, and what a memory cgroup would answer with its
 OOM killer is asked for beforehand.
+
+Note "addresses that are too much alike": the system maps the arenas one beside the other, and ranks work
+on the same place of all of them at once. Were their distance a large power of two, these addresses would
+share their lower bits. AMD's first-level cache looks for data by a hash of those: sums of tensors that
+fit the caches took half as long again. So the size of an arena is no such power.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from paceline.comm import native
 PAGE = 4096
 LARGEST = 1 << 36  # bytes of address range; nothing is used of it until it is allocated
 SMALLEST = 1 << 30
+SKEW = 37 * PAGE  # see "addresses that are too much alike"; odd, so that no multiple is a large power of two
 CGROUP_MARGIN = 16 << 20  # bytes left to the process itself
 
 
@@ -144,7 +150,8 @@ def _largest_file() -> SharedFile:
     size = LARGEST
     while True:
         try:
-            return SharedFile(anonymous_file("paceline-arena", size), size, keep_open=True)
+            descriptor = anonymous_file("paceline-arena", size + SKEW)
+            return SharedFile(descriptor, size + SKEW, keep_open=True)
         except OSError:
             if size == SMALLEST:
                 raise

@@ -129,7 +129,10 @@ def _kind_and_reason(
             "All ranks must make the same calls in the same order"
         )
     if failure.status is Status.LOST:
-        return PeerLostError, f"the process of {named} is gone; look for the first error in its output"
+        return PeerLostError, (
+            f"the process of {named} is gone, or has left the process group; look for the first error in its "
+            "output"
+        )
     if failure.status is Status.TIMED_OUT and local_rank in failure.culprits:
         return CollectiveTimeoutError, (
             f"this rank came too late: another one had given up after waiting {timeout_s:g} s"

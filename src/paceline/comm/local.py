@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paceline.comm.calls import BYTES, ELSEWHERE, TYPES, error_for, label_of, reduction_of
 from paceline.comm.hosts import Neighbours
-from paceline.comm.native import Call, Group, Kind, Operation
-from paceline.comm.work import CLOSED, KeptWorks, SharedMemoryWork, Worker, done_work
+from paceline.comm.native import Call, Group, Kind, Operation, Prepared
+from paceline.comm.work import CLOSED, DoneWork, KeptWorks, SharedMemoryWork, Worker
 from paceline.errors import CommunicationError
 
 _REFUSALS: dict[type[OSError], str] = {
@@ -31,15 +31,20 @@ class SharedMemory:
     Args:
         neighbours: the host's ranks, connected.
         global_ranks: their ranks in the whole job, for messages.
+
+    Attributes:
+        done: the work of every call that is done when it returns. One for all: making one takes longer
+            than a small reduction.
     """
 
     def __init__(self, neighbours: Neighbours, global_ranks: list[int]) -> None:
         self.neighbours = neighbours
         self.global_ranks = global_ranks
         self.arena = neighbours.arena
-        self.futures = Worker("paceline-futures")
+        self.futures, self.done = Worker("paceline-futures"), DoneWork()
         self._kernel = neighbours.open()
         self._kept = KeptWorks()
+        self.run_prepared = self._kernel.run_prepared
         self._close = weakref.finalize(self, _close, self._kernel, neighbours, self.futures)
         self._close.atexit = False
 
@@ -66,8 +71,8 @@ class SharedMemory:
         end = begin if target is source or target is None else target.data_ptr()
         try:
             operation = self._kernel.submit(call, begin, end, timeout_s)
-        except (ChildProcessError, BrokenPipeError) as refusal:
-            raise CommunicationError(_REFUSALS[type(refusal)]) from None
+        except OSError as refusal:
+            raise _refused(refusal) from None
         work = self._work(operation, call, source, target, timeout_s, results, finish)
         self._kept.keep(work)
         return work
@@ -78,7 +83,6 @@ class SharedMemory:
         source: Tensor | None,
         target: Tensor | None,
         timeout_s: float,
-        results: Sequence[Tensor] = (),
         finish: Callable[[], Any] | None = None,
     ) -> dist.Work:
         """As ``start``, but done when it returns: carried out in the calling thread, if the others are there.
@@ -90,16 +94,27 @@ class SharedMemory:
         end = begin if target is source or target is None else target.data_ptr()
         try:
             left = self._kernel.run(call, begin, end, timeout_s)
-        except (ChildProcessError, BrokenPipeError) as refusal:
-            raise CommunicationError(_REFUSALS[type(refusal)]) from None
+        except OSError as refusal:
+            raise _refused(refusal) from None
         if left is not None:
-            work = self._work(left, call, source, target, timeout_s, results, finish)
-            work.wait()
-            return work
-        if finish is not None:
+            self._wait_for(self._work(left, call, source, target, timeout_s, (), finish))
+        elif finish is not None:
             with torch.no_grad():
                 finish()
-        return done_work(results)
+        return self.done
+
+    def prepare(self, call: Call, timeout_s: float) -> Prepared:
+        """A call in place for ``run_prepared``."""
+        return self._kernel.prepare(call, timeout_s)
+
+    def finish_prepared(self, left: int, prepared: Prepared, tensor: Tensor) -> dist.Work:
+        """Wait for what ``run_prepared`` left of a call; otherwise as ``run``."""
+        try:
+            operation = self._kernel.left_over(left)
+        except OSError as refusal:
+            raise _refused(refusal) from None
+        self._wait_for(self._work(operation, prepared.call, tensor, tensor, prepared.timeout_s, (), None))
+        return self.done
 
     def all_reduce(self, flat: Tensor, op: Any, timeout_s: float) -> None:
         """Reduce a contiguous tensor over these ranks, in place; done when it returns."""
@@ -125,6 +140,11 @@ class SharedMemory:
     def close(self) -> None:
         """Leave the group; what is in flight fails."""
         self._close()
+
+    def _wait_for(self, work: SharedMemoryWork) -> None:
+        # An exception, of a signal's handler say, may end the wait before the collective ends.
+        self._kept.keep(work)
+        work.wait()
 
     def _work(
         self,
@@ -178,6 +198,12 @@ def elsewhere_call(name: str, tensor: Tensor, numel: int, root: int, reduction: 
     """
     detail, label = ELSEWHERE.index(name), label_of(tensor.dtype)
     return Call(Kind.elsewhere, reduction, BYTES, label, root, detail, numel, 0, 1.0)
+
+
+def _refused(refusal: OSError) -> Exception:
+    """What is raised in place of the kernel's refusal to take a call."""
+    words = _REFUSALS.get(type(refusal))
+    return refusal if words is None else CommunicationError(words)
 
 
 def _close(kernel: Group, neighbours: Neighbours, futures: Worker) -> None:

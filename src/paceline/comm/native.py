@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paceline.errors import BackendUnavailableError
 
-ABI = 5  # PL_ABI in shm.h
+ABI = 6  # PL_ABI in shm.h
 STAGE_TURNS = 3
 _REFUSED = (1 << 64) - 1  # PL_REFUSED, as ctypes gives pointers
 LIBRARY = Path(__file__).parent / "libpaceline_shm.so"
@@ -62,6 +62,16 @@ class Call(ctypes.Structure):
         ("place", ctypes.c_int64),
         ("factor", ctypes.c_double),
     )
+
+
+class Prepared(ctypes.Structure):
+    """A call in place that is made often, ``pl_prepared`` in shm.h."""
+
+    _fields_ = (("group", ctypes.c_void_p), ("timeout_s", ctypes.c_double), ("call", Call))
+
+    def address(self) -> int:
+        """Where it lies, as long as this object lives."""
+        return ctypes.addressof(self)
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class Group:
         )
         if not self._address:
             raise MemoryError("no memory for a shared-memory process group")
-        self._run = self._library.pl_run
+        self._run, self.run_prepared = self._library.pl_run, self._library.pl_run_prepared
 
     def submit(self, call: Call, source: int, target: int, timeout_s: float) -> Operation:
         """Queue a collective; it begins at once, in the group's thread or that of an early waiter.
@@ -190,11 +200,29 @@ class Group:
             OSError: as for ``submit``.
         """
         left = self._run(self._address, call, source, target, timeout_s)
-        if left is None:
-            return None
-        if left == _REFUSED:
+        return None if left is None else self.left_over(left)
+
+    def prepare(self, call: Call, timeout_s: float) -> Prepared:
+        """Make a call ready to be run often: ``run_prepared(address of it, address of the tensor)``.
+
+        That does as ``run``, with the tensor as input and output; None when it is done, else what
+        ``left_over`` takes.
+
+        Args:
+            call: what this rank will call.
+            timeout_s: as in ``run``.
+        """
+        return Prepared(self._address, timeout_s, call)
+
+    def left_over(self, address: int) -> Operation:
+        """What the kernel left of a collective that is not done.
+
+        Raises:
+            OSError: as for ``submit``: it was refused.
+        """
+        if address == _REFUSED:
             raise _refusal()
-        return Operation(self._library, left, self._size)
+        return Operation(self._library, address, self._size)
 
     def close(self) -> None:
         """Leave; operations in flight fail, and no more are taken."""
@@ -291,6 +319,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
             [address, ctypes.POINTER(Call), address, address, ctypes.c_double, integer],
         ),
         "pl_run": (address, [address, ctypes.POINTER(Call), address, address, ctypes.c_double]),
+        "pl_run_prepared": (address, [address, address]),
         "pl_wait": (integer, [address, ctypes.c_double]),
         "pl_status_of": (integer, [address]),
         "pl_number_of": (ctypes.c_uint64, [address]),

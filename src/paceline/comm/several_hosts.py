@@ -6,7 +6,8 @@
                their counterparts on the other hosts, so that all of them drive the network
     inside     each of these hands its slice to the others of its host
 
-Broadcast and all-gather take the same way, so that nothing crosses the network twice in one direction.
+Broadcast, all-gather and reduce-scatter take the same way, so that nothing crosses the network twice in one
+direction: the last one reduces inside each host, and of these sums sends every host its ranks' parts alone.
 All other collectives go through Gloo over all ranks once the calls were compared. They share one thread,
 so that every rank takes all steps in the same order.
 
@@ -68,12 +69,12 @@ class SeveralHosts:
             op: what to do; the result is what one host with all ranks would give, to rounding.
             timeout_s: how long the ranks of this host may take.
         """
-        known = reduction_of(op, tensor.dtype)
-        if known is None or tensor.dtype is torch.bool or REDUCTIONS[known[0]] not in _OPS:
+        known = _reduction_between_hosts(op, tensor.dtype)
+        if known is None:
             return None
-        call = elsewhere_call("all_reduce", tensor, tensor.numel(), 0, known[0])
-        steps = self._steps(call, tensor, REDUCTIONS[known[0]], known[1], timeout_s)
-        return self._start(steps, [tensor])
+        name, factor, number = known
+        call = elsewhere_call("all_reduce", tensor, tensor.numel(), 0, number)
+        return self._start(self._steps(call, tensor, name, factor, timeout_s), [tensor])
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float) -> dist.Work:
         """Start copying the root's CPU tensor into all ranks'.
@@ -118,6 +119,36 @@ class SeveralHosts:
                 copy_all([rows[rank] for rank in ranks], block)
             if flat is not output:
                 output.copy_(flat)
+
+        return self._start(carry_out, [output])
+
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, op: Any, timeout_s: float
+    ) -> dist.Work | None:
+        """Start reducing a CPU tensor over all ranks, each of which gets its part; None when only Gloo can.
+
+        Args:
+            output: strided, not empty, any real dtype but bool.
+            input: strided, of the same dtype, with as many elements as the outputs of all ranks.
+            op: what to do.
+            timeout_s: how long the ranks of this host may take.
+        """
+        known = _reduction_between_hosts(op, output.dtype)
+        if known is None:
+            return None
+        name, factor, number = known
+        call = elsewhere_call("reduce_scatter_single", input, input.numel(), 0, number)
+
+        def carry_out() -> None:
+            self.compare(call, timeout_s)
+            sums = input.to(_WIDE.get(input.dtype, input.dtype), copy=True).contiguous()
+            if name == "PREMUL_SUM":
+                sums.mul_(factor)
+            fold = _fold_of(name)
+            self.memory.all_reduce(sums.view(-1), fold, timeout_s)
+            mine = self._parts_of_this_host(sums.view(self._size, -1), fold, timeout_s)[self._driver]
+            self._average(mine, name)
+            output.copy_(mine.view(output.shape))
 
         return self._start(carry_out, [output])
 
@@ -194,21 +225,53 @@ class SeveralHosts:
             )
             if name == "PREMUL_SUM":
                 flat.mul_(factor)
-            fold = name if name in ("PRODUCT", "MIN", "MAX") else "SUM"
-            self._reduce(flat.view(-1), getattr(dist.ReduceOp, fold), timeout_s)
-            if name == "AVG":
-                flat.div_(self._size) if dtype.is_floating_point else flat.floor_divide_(self._size)
+            self._reduce(flat.view(-1), _fold_of(name), timeout_s)
+            self._average(flat, name)
             if flat is not tensor:
                 tensor.copy_(flat)
 
         return carry_out
 
-    def _reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType, timeout_s: float) -> None:
-        self.memory.all_reduce(flat, dist.ReduceOp(op), timeout_s)
+    def _reduce(self, flat: Tensor, op: dist.ReduceOp, timeout_s: float) -> None:
+        self.memory.all_reduce(flat, op, timeout_s)
         slices = flat.tensor_split(self._drivers)
         if self._between is not None:
             options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp(op)
+            options.reduceOp = op
             self._between.allreduce([slices[self._driver]], options).wait()
         for driver, part in enumerate(slices):
             self.memory.broadcast(part, driver, timeout_s)
+
+    def _parts_of_this_host(self, rows: Tensor, op: dist.ReduceOp, timeout_s: float) -> Tensor:
+        """Of every host's sums, one row per rank of the group, the rows of this host's ranks, reduced."""
+        blocks = [rows[list(ranks)] for ranks in self._layout.hosts]
+        slices = [block.view(-1).tensor_split(self._drivers) for block in blocks]
+        if self._between is not None:
+            works = []
+            for host, of_host in enumerate(slices):
+                options = dist.ReduceOptions()
+                options.reduceOp, options.rootRank = op, host
+                works.append(self._between.reduce([of_host[self._driver]], options))
+            for work in works:
+                work.wait()
+        for driver, part in enumerate(slices[self._layout.host]):
+            self.memory.broadcast(part, driver, timeout_s)
+        return blocks[self._layout.host]
+
+    def _average(self, sums: Tensor, name: str) -> None:
+        if name == "AVG":
+            sums.div_(self._size) if sums.is_floating_point() else sums.floor_divide_(self._size)
+
+
+def _reduction_between_hosts(op: Any, dtype: torch.dtype) -> tuple[str, float, int] | None:
+    """The name of what to do, what inputs are multiplied by, and its number; None when only Gloo can."""
+    known = reduction_of(op, dtype)
+    if known is None or dtype is torch.bool or REDUCTIONS[known[0]] not in _OPS:
+        return None
+    number, factor = known
+    return REDUCTIONS[number], factor, number
+
+
+def _fold_of(name: str) -> dist.ReduceOp:
+    """What hosts do with each other's results."""
+    return dist.ReduceOp(getattr(dist.ReduceOp, name if name in ("PRODUCT", "MIN", "MAX") else "SUM"))

@@ -14,11 +14,6 @@ ranks are there; any other one by a thread of the kernel, or by whoever waits fo
 
 A tensor from ``allocate_tensor`` lies where the other ranks can read it and is reduced in
 place; any other is copied through in pieces. Results do not depend on which it was.
-
-Note "not through super()": what torch lets a Python class override, its C++ side calls with the
-interpreter lock held, also when it ends up in the base class. There Gloo's thread may be
-waiting for that lock, holding one that the call needs. So what goes to Gloo goes to a plain
-group of torch's own.
 """
 
 from __future__ import annotations
@@ -48,20 +43,17 @@ from paceline.comm.call_forms import (
 from paceline.comm.calls import BYTES, reduction_of
 from paceline.comm.local import SharedMemory, copy_call, reduce_call
 from paceline.comm.native import Call, Kind
+from paceline.comm.quick_sums import QuickSums
 from paceline.comm.several_hosts import SeveralHosts
-from paceline.comm.through_gloo import ComparedCalls, InnerGloo
+from paceline.comm.through_gloo import ComparedCalls, GroupOverGloo
 from paceline.comm.uncompiled import uncompiled
 from paceline.comm.work import Worker, joined
-from paceline.recorder.layout import Kind as Fact
-from paceline.recorder.ring import recorder
 
 logger = logging.getLogger("paceline")
 
-_UNSET = timedelta(0)  # torch's options hold -1 ms where the group's own timeout counts
-
 
 @uncompiled
-class SharedMemoryGroup(dist.ProcessGroup):
+class SharedMemoryGroup(GroupOverGloo):
     """A process group whose ranks share memory.
 
     Args:
@@ -75,20 +67,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a Python class can extend
+        super().__init__(store, rank, size, timeout)
         self._store, self._splits = store, 0
-        self._recorder, self._calls = recorder(), 0
-        self._names: dict[str, int] = {}  # of kinds of calls, in the record
         self._global_ranks = list(global_ranks) or list(range(size))
-        self._inner = InnerGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-        self._inner._set_sequence_number_for_group()
-        self._timeout = self._inner.group_timeout
-        self._gloo = dist.ProcessGroup(store, rank, size)
-        for group in (self, self._gloo):
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._inner)
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._memory: SharedMemory | None = None  # of all ranks
-        self._compared: ComparedCalls | None = None
+        self._quick: QuickSums | None = None
         self._hosts: SeveralHosts | None = None
         layout, reason = hosts.same_host(store, rank, size), None
         joined = hosts.join(store, layout)
@@ -103,6 +86,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         memory = SharedMemory(joined, [self._global_ranks[r] for r in layout.neighbours])
         if len(layout.hosts) == 1:
             self._memory = memory
+            if not self._recorder.path:  # the short way records nothing
+                self._quick = QuickSums(memory, self._timeout)
             self._compared = ComparedCalls(Worker("paceline-gloo"), memory.compare)
         else:
             self._hosts = over = SeveralHosts(memory, layout, store, timeout)
@@ -133,7 +118,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Reduce tensors over all ranks, in place, on all of them."""
         if type(tensors) is list and len(tensors) == 1 and type(opts) is dist.AllreduceOptions:
-            return self._all_reduce(tensors[0], opts)  # nearly always; the other forms cost time
+            quick = self._quick and self._quick.all_reduce(tensors[0], opts)
+            return quick or self._all_reduce(tensors[0], opts)
         tensors, opts = listed(tensors), options_of(dist.AllreduceOptions, opts, timeout)
         return joined([self._all_reduce(tensor, opts) for tensor in tensors])
 
@@ -156,7 +142,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         (tensor,) = tensors = listed(tensors)
         opts = broadcast_options_of(opts)
         if self._hosts is not None and is_plain(tensor) and tensor.numel():
-            return self._hosts.broadcast(tensor, opts.rootRank, self._timeout_of(opts))
+            work = self._hosts.broadcast(tensor, opts.rootRank, self._timeout_of(opts))
+            return self._noted("broadcast", tensor, work)
         if not self._serves(tensor):
             root, begin = opts.rootRank, partial(self._gloo.broadcast, tensors, opts)
             return self._through_gloo("broadcast", tensor, tensor.numel(), root, opts, begin, tensors)
@@ -169,7 +156,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or new_options("AllgatherOptions")
         whole = output.numel() == input.numel() * self.size() and output.dtype == input.dtype
         if self._hosts is not None and whole and input.numel() and is_plain(output) and is_plain(input):
-            return self._hosts.all_gather_single(output, input, self._timeout_of(opts))
+            work = self._hosts.all_gather_single(output, input, self._timeout_of(opts))
+            return self._noted("all_gather_single", input, work)
         if not self._serves(output, input) or not whole:
             begin = partial(self._gloo.all_gather_single, unrolled(output), unrolled(input), opts)
             return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
@@ -238,38 +226,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         call = Call(Kind.barrier, 0, BYTES, 0, 0, 0, 0, 0, 1.0)
         return self._start(call, None, None, opts, [], None)
 
-    # Of Gloo: see the note above.
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
-        """Gather every rank's tensor into a list of tensors on the root."""
-        begin = partial(self._gloo.gather, outputs, inputs, opts, *more)
-        if not isinstance(opts, dist.GatherOptions):
-            return begin()
-        (source,), results = inputs, outputs[0] if outputs else []
-        return self._through_gloo("gather", source, source.numel(), opts.rootRank, opts, begin, results)
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
-        """Give each rank one of the root's tensors."""
-        begin = partial(self._gloo.scatter, outputs, inputs, opts, *more)
-        if not isinstance(opts, dist.ScatterOptions):
-            return begin()
-        (target,) = outputs
-        return self._through_gloo("scatter", target, target.numel(), opts.rootRank, opts, begin, outputs)
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Send tensor r to rank r; receive rank r's as tensor r. Sizes may differ."""
-        opts = opts or dist.AllToAllOptions()
-        begin = partial(self._gloo.alltoall, outputs, inputs, opts)
-        return self._through_gloo("all_to_all", inputs[0], 0, 0, opts, begin, outputs)
-
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:  # noqa: N803
-        """Send a tensor to one rank."""
-        return self._gloo.send(tensors, dstRank, tag)
-
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:  # noqa: N803
-        """Receive a tensor from one rank."""
-        return self._gloo.recv(tensors, srcRank, tag)
-
     # Several tensors at once, and the names under which older callers know some of the above.
 
     def all_gather_single_coalesced(
@@ -329,11 +285,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- life ---------------------------------------------------------------------------------------
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long collectives that start from now on wait for the other ranks."""
-        self._timeout.seconds = timeout.total_seconds()
-        super().set_timeout(timeout)
-
     def shutdown(self) -> None:
         """Leave the group."""
         self._leave()
@@ -356,10 +307,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self._compared is not None:
             self._compared.join()
 
-    def _timeout_of(self, opts: Any) -> float:
-        own = opts.timeout
-        return own.total_seconds() if own > _UNSET else self._timeout.seconds
-
     def _serves(self, *tensors: Tensor) -> bool:
         return self._memory is not None and all(map(is_plain, tensors))
 
@@ -373,34 +320,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         finish: Callable[[], Any] | None,
     ) -> dist.Work:
         assert self._memory is not None
-        self._note(Kind(call.kind).name, 0 if source is None else source.nbytes)
+        if self._recorder.path:
+            self._note(Kind(call.kind).name, 0 if source is None else source.nbytes)
         if opts.asyncOp:
             return self._memory.start(call, source, target, self._timeout_of(opts), results, finish)
         with self._recorder.waiting:
-            return self._memory.run(call, source, target, self._timeout_of(opts), results, finish)
-
-    def _note(self, kind: str, size: int) -> None:
-        """Record that this rank makes the group's next call."""
-        self._calls += 1
-        name = self._names.get(kind)
-        if name is None:
-            name = self._names[kind] = self._recorder.name(f"{kind} in process group {self.group_name}")
-        self._recorder.add(Fact.COLLECTIVE, self._calls, name, size)
-
-    def _through_gloo(
-        self,
-        name: str,
-        tensor: Tensor,
-        numel: int,
-        root: int,
-        opts: Any,
-        begin: Callable[[], dist.Work],
-        results: Sequence[Tensor],
-    ) -> dist.Work:
-        self._note(name, tensor.numel() * tensor.element_size())
-        if self._compared is None:
-            return begin()
-        return self._compared.start(name, tensor, numel, root, self._timeout_of(opts), begin, results)
+            return self._memory.run(call, source, target, self._timeout_of(opts), finish)
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> dist.Work:
         if self._hosts is not None:
@@ -416,8 +341,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not is_plain(tensor):
             return None
         wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self._note("all_reduce", tensor.nbytes)
-        return hosts.all_reduce(wire, opts.reduceOp, self._timeout_of(opts))
+        work = hosts.all_reduce(wire, opts.reduceOp, self._timeout_of(opts))
+        return work and self._noted("all_reduce", tensor, work)
+
+    def _noted(self, kind: str, tensor: Tensor, work: dist.Work) -> dist.Work:
+        """Record a call over several hosts that was started."""
+        self._note(kind, tensor.nbytes)
+        return work
 
     def _reduce(self, kind: Kind, tensor: Tensor, opts: Any, root: int) -> dist.Work | None:
         """None when the kernel does not do it."""
@@ -433,7 +363,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._start(call, flat, flat, opts, [tensor], copy_back(wire, flat) if returns else None)
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work | None:
-        if not self._serves(output, input) or output.dtype != input.dtype:
+        if not is_plain(output) or not is_plain(input) or output.dtype != input.dtype:
+            return None
+        if self._hosts is not None and output.numel() and not output.is_complex():
+            timeout_s = self._timeout_of(opts)
+            work = self._hosts.reduce_scatter_single(output, input, opts.reduceOp, timeout_s)
+            return work and self._noted("reduce_scatter_single", input, work)
+        if self._memory is None:
             return None
         sources, results = (torch.view_as_real(t) if t.is_complex() else t for t in (input, output))
         reduction = reduction_of(opts.reduceOp, results.dtype)

@@ -2,6 +2,11 @@
 
 Gloo itself does not notice that ranks call different collectives: it waits, or mixes their bytes. So
 ranks that share memory compare their calls before Gloo sees them.
+
+Note "not through super()": what torch lets a Python class override, its C++ side calls with the
+interpreter lock held, also when it ends up in the base class. There Gloo's thread may be
+waiting for that lock, holding one that the call needs. So what goes to Gloo goes to a plain
+group of torch's own.
 """
 
 from __future__ import annotations
@@ -9,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +24,12 @@ from torch import Tensor
 from paceline.comm.arena import Arena
 from paceline.comm.local import elsewhere_call
 from paceline.comm.native import Call
+from paceline.comm.uncompiled import uncompiled
 from paceline.comm.work import TaskWork, Worker
+from paceline.recorder.layout import Kind as Fact
+from paceline.recorder.ring import recorder
+
+UNSET = timedelta(0)  # torch's options hold -1 ms where the group's own timeout counts
 
 
 @dataclass
@@ -105,3 +117,90 @@ class ComparedCalls:
     def join(self) -> None:
         """After ``stop``: wait for what is nearly through."""
         self._worker.join()
+
+
+@uncompiled
+class GroupOverGloo(dist.ProcessGroup):
+    """A process group with Gloo inside, and the collectives that always go there.
+
+    Args:
+        store: shared by exactly these ranks.
+        rank: this rank in the group.
+        size: number of ranks.
+        timeout: how long a collective waits for the others.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the only form that a Python class can extend
+        self._recorder, self._calls = recorder(), 0
+        self._names: dict[str, int] = {}  # of kinds of calls, in the record
+        self._inner = InnerGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._inner._set_sequence_number_for_group()
+        self._timeout = self._inner.group_timeout
+        self._gloo = dist.ProcessGroup(store, rank, size)  # see the note above
+        for group in (self, self._gloo):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._inner)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._compared: ComparedCalls | None = None  # where the ranks can compare them
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
+        """Gather every rank's tensor into a list of tensors on the root."""
+        begin = partial(self._gloo.gather, outputs, inputs, opts, *more)
+        if not isinstance(opts, dist.GatherOptions):
+            return begin()
+        (source,), results = inputs, outputs[0] if outputs else []
+        return self._through_gloo("gather", source, source.numel(), opts.rootRank, opts, begin, results)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
+        """Give each rank one of the root's tensors."""
+        begin = partial(self._gloo.scatter, outputs, inputs, opts, *more)
+        if not isinstance(opts, dist.ScatterOptions):
+            return begin()
+        (target,) = outputs
+        return self._through_gloo("scatter", target, target.numel(), opts.rootRank, opts, begin, outputs)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Send tensor r to rank r; receive rank r's as tensor r. Sizes may differ."""
+        opts = opts or dist.AllToAllOptions()
+        begin = partial(self._gloo.alltoall, outputs, inputs, opts)
+        return self._through_gloo("all_to_all", inputs[0], 0, 0, opts, begin, outputs)
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:  # noqa: N803
+        """Send a tensor to one rank."""
+        return self._gloo.send(tensors, dstRank, tag)
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:  # noqa: N803
+        """Receive a tensor from one rank."""
+        return self._gloo.recv(tensors, srcRank, tag)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long collectives that start from now on wait for the other ranks."""
+        self._timeout.seconds = timeout.total_seconds()
+        super().set_timeout(timeout)
+
+    def _note(self, kind: str, size: int) -> None:
+        """Record that this rank makes the group's next call."""
+        self._calls += 1
+        name = self._names.get(kind)
+        if name is None:
+            name = self._names[kind] = self._recorder.name(f"{kind} in process group {self.group_name}")
+        self._recorder.add(Fact.COLLECTIVE, self._calls, name, size)
+
+    def _through_gloo(
+        self,
+        name: str,
+        tensor: Tensor,
+        numel: int,
+        root: int,
+        opts: Any,
+        begin: Callable[[], dist.Work],
+        results: Sequence[Tensor],
+    ) -> dist.Work:
+        self._note(name, tensor.numel() * tensor.element_size())
+        if self._compared is None:
+            return begin()
+        return self._compared.start(name, tensor, numel, root, self._timeout_of(opts), begin, results)
+
+    def _timeout_of(self, opts: Any) -> float:
+        own = opts.timeout
+        return own.total_seconds() if own > UNSET else self._timeout.seconds

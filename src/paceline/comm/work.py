@@ -219,9 +219,11 @@ class SharedMemoryWork(dist.Work):
 
 
 class DoneWork(dist.Work):
-    """A collective that was done when its call returned; made by ``done_work``."""
+    """A collective that was done when its call returned.
 
-    _results: Sequence[Tensor] = ()
+    torch makes such calls where ``async_op`` is not asked for, and looks at nothing but ``wait``; it takes
+    None in its place as well. So it knows of no result.
+    """
 
     def wait(self, timeout: datetime.timedelta = _FOREVER) -> bool:
         """True, at once."""
@@ -239,25 +241,14 @@ class DoneWork(dist.Work):
         """Nothing is left to wait for."""
 
     def result(self) -> list[Tensor]:
-        """The tensors that hold the result."""
-        return list(self._results)
+        """Nothing."""
+        return []
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future, done, of the list of result tensors."""
+        """A future that is done."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self.result())
+        future.set_result([])
         return future
-
-
-def done_work(results: Sequence[Tensor]) -> DoneWork:
-    """A work that is done. Not a constructor: calling the base's from Python takes longer than all the rest.
-
-    Args:
-        results: the tensors that hold the result.
-    """
-    work = DoneWork()
-    work._results = results
-    return work
 
 
 class TaskWork(dist.Work):

@@ -315,6 +315,11 @@ pl_op *pl_run(pl_group *group, const pl_call *call, const void *in, void *out, d
     return NULL;
 }
 
+pl_op *pl_run_prepared(const pl_prepared *prepared, void *tensor)
+{
+    return pl_run(prepared->group, &prepared->call, tensor, tensor, prepared->timeout_s);
+}
+
 int pl_status_of(const pl_op *op)
 {
     return (int)atomic_load(&op->status);

@@ -14,7 +14,7 @@
 /* Buffers are the same or do not overlap: no element depends on another one. */
 #define ELEMENTWISE _Pragma("GCC ivdep")
 
-enum { BLOCK = 2048 }; /* elements: a block of accumulators stays in the first-level cache */
+enum { BLOCK = 2048 }; /* elements, at most: a block of accumulators stays in the first-level cache */
 
 typedef union {
     float f32[BLOCK];
@@ -251,14 +251,24 @@ static void reduce_block(const element *e, int reduction, const char *const *sou
         memcpy(result, so_far, n * e->bytes);
 }
 
+/* Elements that are reduced before the next ones are looked at. All sources' have to stay in the first-level
+ * cache until the result is written over them; and out of memory several streams come quicker the sooner
+ * each goes on. Short blocks cost calls instead. (Measured on a Zen core, float32, 4 and 8 sources out of memory:
+ * 1.6 times as quick as blocks of full length.) */
+static size_t block_length(int n_sources)
+{
+    return n_sources <= 2 ? BLOCK : n_sources <= 4 ? BLOCK / 4 : BLOCK / 16;
+}
+
 void pl_combine(int type, int reduction, const void *const *sources, const double *factors, int n_sources,
                 void *const *destinations, int n_destinations, size_t n)
 {
     const element *e = &ELEMENTS[type];
     if (n_sources == 1 && n_destinations == 1 && sources[0] == destinations[0] && reduction != PL_PREMUL_SUM)
         return; /* a rank that is alone */
-    for (size_t begin = 0; begin < n; begin += BLOCK) {
-        const size_t count = n - begin < BLOCK ? n - begin : BLOCK, at = begin * e->bytes;
+    const size_t length = block_length(n_sources);
+    for (size_t begin = 0; begin < n; begin += length) {
+        const size_t count = n - begin < length ? n - begin : length, at = begin * e->bytes;
         void *first = (char *)destinations[0] + at;
         reduce_block(e, reduction, (const char *const *)sources, factors, n_sources, at, first, count);
         for (int d = 1; d < n_destinations; d++)

@@ -4,7 +4,8 @@
  * Then, by size and by where the tensors lie:
  *
  *   eager    at most PL_EAGER_BYTES: the data came along with the call, each rank computes all it needs
- *            and is done; nobody waits for the readers, because slots take turns
+ *            and is done; nobody waits for the readers, because slots take turns. What is to be reduced
+ *            and lies in an arena comes along up to PL_TINY_BYTES: beyond, a meeting more costs less
  *   direct   all tensors lie in arenas: each rank reduces its slice over all ranks' tensors and writes
  *            the result into all of them
  *   staged   in pieces, each through every rank's staging area: copy in piece k + 1 while the others
@@ -65,9 +66,25 @@ static size_t bytes_in(const pl_group *group, const pl_call *call)
     return parts_in(group, call) * (size_t)call->count * pl_size_of(call->type);
 }
 
-static bool is_eager(const pl_group *group, const pl_call *call)
+static bool reduces_whole(const pl_call *call)
 {
-    return bytes_in(group, call) <= PL_EAGER_BYTES;
+    return call->kind == PL_ALL_REDUCE || call->kind == PL_REDUCE;
+}
+
+/* Whether a rank's data comes along with its call. */
+static bool comes_along(const pl_group *group, const pl_call *call)
+{
+    const bool stays = reduces_whole(call) && call->place != PL_NOWHERE;
+    return bytes_in(group, call) <= (stays ? PL_TINY_BYTES : PL_EAGER_BYTES);
+}
+
+/* Whether that of all ranks did. */
+static bool is_eager(const pl_group *group, const pl_op *op)
+{
+    for (int r = 0; r < group->size; r++)
+        if (!comes_along(group, call_of(group, op, r)))
+            return false;
+    return true;
 }
 
 static bool in_arena(const pl_group *group, const pl_op *op, int rank)
@@ -109,7 +126,7 @@ static const char *source(const pl_group *group, const pl_op *op, int rank, size
                           size_t offset, size_t length)
 {
     const size_t element = pl_size_of(op->call.type);
-    if (is_eager(group, &op->call))
+    if (comes_along(group, call_of(group, op, rank)))
         return (const char *)pl_seat_of(group, rank)->eager[op->turn]
                + (part * (size_t)op->call.count + offset) * element;
     if (rank == group->rank || in_arena(group, op, rank))
@@ -303,7 +320,7 @@ static void begin(pl_group *group, pl_op *op)
     op->turn = (int)(op->number & 1);
     op->deadline = pl_after(op->timeout_s);
     seat->calls[op->turn] = op->call;
-    if (is_eager(group, &op->call)) {
+    if (comes_along(group, &op->call)) {
         if (op->in)
             memcpy(seat->eager[op->turn], op->in, bytes_in(group, &op->call));
     } else if (group->size > 1)
@@ -337,12 +354,12 @@ int pl_execute(pl_group *group, pl_op *op, double patience_s)
         return PL_MISMATCH;
     }
     const pl_call *call = &op->call;
-    if (is_eager(group, call)) {
+    if (is_eager(group, op)) {
         take(group, op, 0, 0, (size_t)call->count);
         return PL_OK;
     }
     const bool direct = is_direct(group, op);
-    const bool reduces = call->kind == PL_ALL_REDUCE || call->kind == PL_REDUCE;
+    const bool reduces = reduces_whole(call);
     if (reduces && direct)
         return reduce_in_place(group, op);
     const size_t length = direct ? (size_t)call->count : staged_length(group, call);
