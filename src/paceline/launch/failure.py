@@ -40,6 +40,12 @@ _LOST_A_PEER = re.compile(
 )
 _OUT_OF_STEP = RanksOutOfStepError.__name__
 _GLOO_ABORTED = "terminate called without an active exception"
+_GLOO_MISMATCH = "op.preamble.length <= op.nbytes"
+_MISMATCH = (
+    "Gloo gave up, because the ranks called different collectives at one time, or gave tensors of different "
+    'sizes or dtypes. All must make the same calls in one order; init_process_group("shm") compares them '
+    "first, and names what differs"
+)
 _LAST_LINES = 15
 _SHUT_DOWN = 10.0  # seconds that an interpreter which raised may take to be gone
 _HINTS: dict[int, str] = {
@@ -316,6 +322,8 @@ def _native_words(cause: Ending) -> str:
     number = -cause.exit_code
     said = "" if number == signal.SIGKILL else _rank_lines(cause.rank, _last_lines(cause))
     hint = f": {_HINTS[number]}" if number in _HINTS else ""
+    if _GLOO_MISMATCH in said:
+        hint = f": {_MISMATCH}"
     return f"{said}paceline launch: {cause.name} was killed by {_signal_name(number)}{hint}\n"
 
 

@@ -248,9 +248,11 @@ class _Launcher:
             self._write(f"paceline launch: {line}\n")
 
     def _cause_is_known(self, attempt: Attempt) -> bool:
+        """Whether more is known than lost peers, or no rank of this host is left that could tell more."""
         endings = attempt.endings()
         gone = any(ending.exit_code == 0 for ending in endings)
-        return gone or not only_lost_peers(endings) or self._inbox.told_to_end or attempt.someone_is_frozen()
+        said = gone or not only_lost_peers(endings) or attempt.all_scripts_are_over
+        return said or self._inbox.told_to_end or attempt.someone_is_frozen()
 
     def _stop(self, attempt: Attempt) -> None:
         known = len(self._inbox.received)
