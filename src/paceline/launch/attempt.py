@@ -20,6 +20,7 @@ from typing import BinaryIO
 from paceline.diagnose.afterwards import REPORT
 from paceline.errors import LaunchError
 from paceline.launch.config import LaunchConfig
+from paceline.launch.departure import Overdue, Standing
 from paceline.launch.failure import Ending
 from paceline.launch.forks import ForkServer
 from paceline.launch.guardian import Guardian, kill_run
@@ -31,6 +32,7 @@ from paceline.launch.rank_process import (
     RankProcess,
     SpawnedRank,
     StandardStreams,
+    processor_seconds,
     rank_command,
     rank_program,
 )
@@ -201,6 +203,17 @@ class Attempt:
         """What the ranks of this host are doing, by rank, as far as they record it."""
         return read_folder(self.folder.records)
 
+    def standings(self) -> list[Standing]:
+        """How far each rank has come."""
+        return [
+            Standing(rank.seat.rank, rank.ended_at, not rank.running, processor_seconds(rank.pid))
+            for rank in self._ranks
+        ]
+
+    def end_overdue(self, overdue: Overdue) -> None:
+        """End a rank that does not leave Python."""
+        next(rank for rank in self._ranks if rank.seat.rank == overdue.rank).end_overdue(overdue.lost)
+
     def wait(self, seconds: float, until: Callable[[], bool]) -> None:
         """Give the ranks time to end by themselves.
 
@@ -362,6 +375,7 @@ class Attempt:
             error_file=_read(self.folder.error_file(local_rank)) or _read(rank.told),
             log=str(log) if log and logged else None,
             frozen=rank.was_stopped,
+            overstayed=rank.overstayed,
             state=self._states.get(rank.seat.rank),
             looked_at=self._looked_at or rank.ended_at,
         )

@@ -71,6 +71,7 @@ class Ending:
         error_file: contents of the file that torch elastic's ``@record`` wrote, if it did.
         log: path of the file that holds its whole stderr, if there is one.
         frozen: it was found stopped, as by SIGSTOP, when the others had failed.
+        overstayed: what it was still doing when it was ended because it did not leave Python.
         host: where it ran; empty when there is only one host.
         state: what it was doing when ranks failed, if it recorded that.
         looked_at: when that was read.
@@ -86,6 +87,7 @@ class Ending:
     error_file: str | None = None
     log: str | None = None
     frozen: bool = False
+    overstayed: str = ""
     host: str = ""
     state: RankState | None = None
     looked_at: float = 0.0
@@ -288,6 +290,9 @@ def _own_words(cause: Ending, endings: Sequence[Ending], story: str) -> str:
     if cause.exit_code == 0:
         what = "ended its script (exit code 0) while others still communicated"
         return _absent(cause, f"{what}; all ranks must run as many steps, and leave together", story)
+    if cause.overstayed:
+        what = f"did not leave Python after its script, and was ended: it was {cause.overstayed}"
+        return _absent(cause, f"{what}. --exit_timeout gives it longer", "")
     if cause.crashed:
         return story + _native_words(cause)
     if _waited_for(cause) or cause.lost_a_peer:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -33,6 +32,7 @@ from paceline.diagnose.stragglers import StragglerWatch
 from paceline.errors import LaunchError
 from paceline.launch.attempt import Attempt, AttemptFolder, Screens
 from paceline.launch.config import LaunchConfig
+from paceline.launch.departure import DepartureWatch
 from paceline.launch.devices import VISIBLE, start_counting
 from paceline.launch.failure import only_lost_peers
 from paceline.launch.forks import ForkServer
@@ -42,11 +42,12 @@ from paceline.launch.job import Job, LocalJob, Outcome, Round, Verdict
 from paceline.launch.member import HostsJob
 from paceline.launch.rank_environment import Meeting, RankSeat, rank_environment, shared_environment
 from paceline.launch.rank_process import may_fork, rank_program
+from paceline.launch.run_folder import RunFolder, temporary_folder
 from paceline.launch.signals import SignalInbox
 
 _LAST_WORDS = 0.1  # seconds for what a failed rank wrote last to be read, and for others to fail with it
 _SETTLE = 1.0  # seconds to wait for the cause when all that is known is that a peer was lost
-_STRAGGLER_LOOK = 2.0  # seconds between two looks at what the ranks record
+_RECORDS_LOOK = 2.0  # seconds between two looks at what the ranks record
 _GRACE_AFTER_FAILURE = 1.5  # seconds a rank has to end after another one failed
 _OUTPUT_LIMIT = 2.0  # seconds for whoever reads our output to take the rest, once we were told to end
 _GRACE_AFTER_INTERRUPT = 5.0  # seconds a rank has to end after Ctrl-C, with somebody waiting for it
@@ -69,18 +70,17 @@ def launch(config: LaunchConfig) -> int:
         raise LaunchError("paceline launch must run in the main thread, which alone can receive signals")
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:12]}"
     logs = _log_folder(config, run_id)
-    scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
-    kept = logs or Path(tempfile.mkdtemp(prefix="paceline-run-"))
+    scratch = temporary_folder("paceline-")
     inherited = environment.snapshot()
-    launcher: _Launcher | None = None
     try:
-        with SignalInbox(config.signals) as inbox, Guardian(run_id, str(scratch), inherited) as guardian:
-            launcher = _Launcher(config, run_id, logs, scratch, kept, guardian, inbox)
-            return launcher.run(inherited)
+        with (
+            RunFolder(logs) as kept,
+            SignalInbox(config.signals) as inbox,
+            Guardian(run_id, str(scratch), inherited) as guardian,
+        ):
+            return _Launcher(config, run_id, logs, scratch, kept, guardian, inbox).run(inherited)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        if logs is None and not (launcher and launcher.ranks_failed):
-            shutil.rmtree(kept, ignore_errors=True)
 
 
 class _Launcher:
@@ -92,14 +92,13 @@ class _Launcher:
         run_id: str,
         logs: Path | None,
         scratch: Path,
-        kept: Path,
+        kept: RunFolder,
         guardian: Guardian,
         inbox: SignalInbox,
     ) -> None:
         self._config, self._run_id, self._logs, self._scratch = config, run_id, logs, scratch
         self._kept = kept
         self._stragglers, self._looked_at = StragglerWatch(), time.monotonic()
-        self.ranks_failed = False  # in any round; then what they recorded is kept
         self._guardian, self._inbox = guardian, inbox
         self._screens = Screens.of_this_process()
         self._reader_stuck = False
@@ -163,7 +162,7 @@ class _Launcher:
             now = job.next_round()
             if now.listener is not None:
                 server.open_store(now.listener, now.master_addr)
-            folder = AttemptFolder(self._logs, self._scratch, now.number, self._kept)
+            folder = AttemptFolder(self._logs, self._scratch, now.number, self._kept.path)
             outcome = self._run_round(job, now, folder, server, shared)
             verdict = job.settle(outcome)
             self._report(verdict, outcome, folder)
@@ -175,11 +174,11 @@ class _Launcher:
         """Show how a round ended, and keep it beside what the ranks recorded, if ranks failed."""
         failed = outcome.told is None and bool(verdict.report) and (verdict.status != 0 or verdict.counted)
         if failed:
-            self.ranks_failed = True
+            self._kept.keep = True
             folder.write_report(verdict.report)
             if not self._config.quiet:
                 self._write(
-                    f"paceline launch: what the ranks recorded is in {self._kept} (paceline diagnose)\n"
+                    f"paceline launch: what the ranks recorded is in {self._kept.path} (paceline diagnose)\n"
                 )
         self._write(verdict.report)
 
@@ -224,12 +223,13 @@ class _Launcher:
 
     def _watch(self, attempt: Attempt, job: Job) -> None:
         """Until there is a reason to stop the ranks, or none is left."""
+        departures = DepartureWatch(self._config.exit_timeout)
         while not self._inbox.told_to_end and not job.stop_requested():
             for number in self._inbox.take_forwarded():
                 attempt.pass_on(number)
             if attempt.poll():
                 break
-            self._look_for_stragglers(attempt)
+            self._look_at_records(attempt, departures)
             time.sleep(self._config.look)
         else:
             return
@@ -238,14 +238,21 @@ class _Launcher:
         attempt.wait(_LAST_WORDS, until=lambda: False)
         attempt.wait(_SETTLE, until=lambda: self._cause_is_known(attempt) or job.stop_requested())
 
-    def _look_for_stragglers(self, attempt: Attempt) -> None:
+    def _look_at_records(self, attempt: Attempt, departures: DepartureWatch) -> None:
+        """Now and then: who makes the others wait, who does not leave."""
         now = time.monotonic()
-        if self._config.quiet or now - self._looked_at < _STRAGGLER_LOOK:
+        if now - self._looked_at < _RECORDS_LOOK:
             return
         self._looked_at = now
-        line = self._stragglers.look(attempt.states(), now)
-        if line is not None:
-            self._write(f"paceline launch: {line}\n")
+        states = attempt.states()
+        line, overdue = departures.look(attempt.standings(), states, now)
+        lines = [line, self._stragglers.look(states, now)]
+        if not self._config.quiet:
+            self._write("".join(f"paceline launch: {line}\n" for line in filter(None, lines)))
+        for each in overdue:
+            attempt.end_overdue(each)
+            if not (each.lost or self._config.quiet):
+                self._write(f"paceline launch: ended rank {each.rank}, whose script had ended well\n")
 
     def _cause_is_known(self, attempt: Attempt) -> bool:
         """Whether more is known than lost peers, or no rank of this host is left that could tell more."""
@@ -306,7 +313,7 @@ def _log_folder(config: LaunchConfig, run_id: str) -> Path | None:
     if config.output.log_dir is not None:
         return Path(config.output.log_dir).absolute() / run_id
     if config.output.needs_folder:
-        folder = Path(tempfile.mkdtemp(prefix="paceline-logs-")) / run_id
+        folder = temporary_folder("paceline-logs-") / run_id
         print(f"paceline launch: the ranks' output is also in {folder}", file=sys.stderr)
         return folder
     return None
