@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import signal
 import sys
 import threading
@@ -28,7 +27,6 @@ from paceline.recorder.places import Place, doing, innermost, line_of, of_traceb
 
 PERIOD_S = 1.0
 THREAD_NAME = "paceline-sampler"
-_MULTIPROCESSING = os.path.join(os.path.dirname(os.__file__), "multiprocessing", "util.py")
 _ASLEEP_BELOW = 0.1  # share of the time that a thread that "sleeps" may spend computing
 
 
@@ -128,6 +126,6 @@ def _leaving(places: list[Place]) -> str:
     if any(place.path == threading.__file__ and place.name == "_shutdown" for place in places):
         mine = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
         return f"waiting for its {'threads' if len(mine) > 1 else 'thread'} {', '.join(mine[:3])}"
-    if any(place.path == _MULTIPROCESSING for place in places):
+    if any("/multiprocessing/util.py" in place.path and place.name == "_exit_function" for place in places):
         return "waiting for processes that it started with multiprocessing"
     return f"in an exit handler at {line_of(users(places))}"
