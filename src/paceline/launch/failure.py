@@ -50,7 +50,7 @@ _LAST_LINES = 15
 _SHUT_DOWN = 10.0  # seconds that an interpreter which raised may take to be gone
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "by somebody, or by the kernel because memory ran out (`dmesg` tells)",
-    signal.SIGSEGV: "it crashed in native code; PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGSEGV: "it crashed in native code; PYTHONFAULTHANDLER=1 shows all threads",
     signal.SIGBUS: "often shared memory (/dev/shm) ran out",
     signal.SIGABRT: "a native library gave up; its message is above",
 }
