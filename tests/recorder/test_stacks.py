@@ -104,6 +104,11 @@ def test_whoever_watches_for_crashes_himself_goes_on_seeing_them(tmp_path: Path)
     assert done.stderr.startswith("TrueFatal Python error: Aborted")
 
 
+def test_a_crash_of_a_forked_helper_is_not_the_ranks(tmp_path: Path) -> None:
+    state_after(tmp_path, "if os.fork() == 0: os.abort()\nassert os.wait()[1] & 127 == signal.SIGABRT\n")
+    assert (tmp_path / "rank_0.stacks").read_text() == ""
+
+
 def test_an_exception_leaves_the_line_that_raised_it(tmp_path: Path) -> None:
     text = """
 def step():

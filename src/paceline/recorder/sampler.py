@@ -77,7 +77,7 @@ class Look:
         with self._writing:
             if self._over:
                 self._write({**self._seen, "over": self._over, "leaving": _leaving(outwards(frame))})
-            elif not self._raised:
+            elif not self._raised and self._main.is_alive():  # else an end that nobody told of
                 self._see(outwards(frame))
 
     def script_is_over(self, trace: TracebackType | None) -> None:

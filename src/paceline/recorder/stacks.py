@@ -6,7 +6,9 @@ tells where a rank is that is stuck in native code which holds the lock, and so 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import functools
 import os
 import signal
 from pathlib import Path
@@ -32,6 +34,7 @@ def write_stacks_to(path: Path) -> None:
         faulthandler.enable(file)
     if hasattr(signal, "SIGRTMAX"):
         faulthandler.register(_question(), file)
+    os.register_at_fork(after_in_child=functools.partial(_write_nowhere, file.fileno()))
 
 
 def ask(pid: int) -> bool:
@@ -63,6 +66,12 @@ def main_stack(path: Path) -> list[Place]:
     current = [lines for lines in threads if crashed and lines[0].startswith(_CURRENT)]
     stacks = [of_written_stack(lines) for lines in [*current, *reversed(threads)]]
     return next(filter(None, stacks), [])
+
+
+def _write_nowhere(descriptor: int) -> None:
+    """In a process forked from the rank, such as one that loads data: its stacks are not the rank's."""
+    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor, inheritable=False)
 
 
 def _question() -> int:
