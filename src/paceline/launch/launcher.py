@@ -39,6 +39,7 @@ from paceline.launch.rank_environment import shared_environment
 from paceline.launch.rank_process import rank_program
 from paceline.launch.run_folder import RunFolder, temporary_folder
 from paceline.launch.signals import SignalInbox
+from paceline.launch.terminal import open_standard_descriptors
 
 
 def launch(config: LaunchConfig) -> int:
@@ -55,6 +56,7 @@ def launch(config: LaunchConfig) -> int:
     """
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("paceline launch must run in the main thread, which alone can receive signals")
+    open_standard_descriptors()
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:12]}"
     logs = _log_folder(config, run_id)
     scratch = temporary_folder("paceline-")
