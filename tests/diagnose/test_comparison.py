@@ -70,6 +70,36 @@ def test_a_rank_that_has_left_the_loop_is_out_of_step() -> None:
     assert "rank 0 has begun 118 backward passes; rank 1 has begun 117 backward passes." in found.text
 
 
+def test_the_few_that_wait_for_something_else_are_named() -> None:
+    other = waiting(2, "collective 6 (barrier in process group 0, 0 bytes)")
+    found = compare([waiting(0), waiting(1), other], NOW)
+    assert found is not None and found.culprits == (2,)
+    assert found.text.startswith(
+        "rank 2 waits for something else than the rest, so nobody gets on. Ranks 0 and"
+    )
+
+
+def test_one_call_with_different_arguments_is_no_riddle() -> None:
+    words = "a collective (broadcast) at train.py:9 in step"
+    found = compare([waiting(0, words, since=6.2), waiting(1, words, since=6.0)], NOW)
+    assert found is not None and (found.kind, found.culprits) == ("alike", ())
+    assert f"Ranks 0 and 1 had waited 6.2 s for {words}." in found.text
+    assert "src, dst, group, shapes" in found.text
+
+
+def test_of_waits_whose_arguments_are_recorded_nothing_is_guessed() -> None:
+    assert compare([waiting(0), waiting(1)], NOW) is None
+
+
+def test_an_end_of_the_script_is_no_place() -> None:
+    left = state(1, line="train.py:99", stands=True, over=NOW - 4)
+    assert context(left, [waiting(0)], NOW) == f"Rank 0 had waited 30 s for {BUCKET}."
+    found = compare([waiting(0), left], NOW)
+    assert found is not None and "rank 1 held up the others: it was past the end of its script for 4.0 s" in (
+        found.text
+    )
+
+
 def test_waits_that_have_just_begun_are_not_compared_by_their_words() -> None:
     assert compare([waiting(0), waiting(1, "a collective", since=0.1)], NOW) is None
 

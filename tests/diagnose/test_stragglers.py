@@ -64,3 +64,26 @@ def test_a_hang_is_told_with_where_the_missing_rank_stands() -> None:
     lines = [line for line in told if line]
     assert len(lines) == 1
     assert "rank 1" in lines[0] and "backward pass 7" in lines[0] and "train.py:41" in lines[0]
+
+
+def test_a_deadlock_of_all_is_told() -> None:
+    watch, told = StragglerWatch(), []
+    calls = [f"collective 1 (all_reduce in process group {number})" for number in range(2)]
+    states = {rank: RankState(rank, passes=7, waits_for=call) for rank, call in enumerate(calls)}
+    for now in range(0, 60, 2):
+        line = watch.look(states, float(now))
+        told += [(now, line)] if line else []
+    [(when, line)] = told
+    assert when == 10
+    assert line.startswith("the ranks wait for different things, so nobody gets on. Rank 0 had waited 10 s")
+
+
+def test_what_one_rank_prepares_for_all_may_take_longer() -> None:
+    watch, told = StragglerWatch(), []
+    for now in range(0, 60, 2):
+        missing = RankState(0, seen=now, line_since=0.0, **LOADS)
+        waits = {"waits_for": "a collective (barrier) at train.py:9", "waits_since": 0.0}
+        line = watch.look({0: missing, 1: RankState(1, **waits)}, float(now))
+        told += [(now, line)] if line else []
+    [(when, line)] = told
+    assert when == 30 and "rank 0 has kept the others waiting for 30 s, for a collective (barrier)" in line

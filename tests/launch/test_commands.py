@@ -57,3 +57,21 @@ def test_config_writes_the_file_that_launch_reads(tmp_path: Path) -> None:
 def test_unknown_options_are_refused(words: list[str]) -> None:
     done = paceline(*words)
     assert done.returncode == 2 and "there is no option --bogus" in done.stderr
+
+
+def test_ctrl_c_while_the_command_is_being_imported_ends_it_quietly() -> None:
+    text = """
+import sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "paceline.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from paceline.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

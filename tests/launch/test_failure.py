@@ -228,3 +228,23 @@ def test_of_ranks_out_of_step_the_one_that_skipped_is_the_cause(stopped: bool) -
     assert first_failure(endings).rank == 1
     assert "rank 1 ran 2: rank 1 skipped a backward" in last_lines(endings, 1)[0]
     assert "RanksOutOfStepError" in last_lines(endings, 2)[0]
+
+
+def test_gloo_that_gives_up_over_different_calls_is_explained() -> None:
+    said = (
+        "terminate called after throwing ...\n  what():  op.preamble.length <= op.nbytes. 1000 vs 500. ...\n"
+    )
+    last = last_lines([ending(0, 1, 10.1, LOST), ending(1, -6, 10.0, said)], 1)[0]
+    assert last.startswith(
+        "paceline launch: rank 1 was killed by SIGABRT: Gloo gave up, because the ranks called"
+    )
+    assert "all must make the same calls" in last.lower()
+
+
+def test_a_rank_that_did_not_leave_is_no_crash() -> None:
+    stayed = ending(1, 1, 10.0, overstayed="waiting for its thread uploader")
+    assert exit_status(stayed) == 1
+    assert last_lines([ending(0, 0, 9.0), stayed], 1) == [
+        "paceline launch: rank 1 did not leave Python after its script, and was ended: it was waiting for "
+        "its thread uploader. --exit_timeout gives it longer"
+    ]

@@ -66,6 +66,7 @@ def test_number_of_ranks_in_all_spellings(job: str, option: str, joined: bool) -
         (["--max-restarts=2"], "max_restarts", 2),
         (["--monitor-interval=0.5"], "look", 0.5),
         (["--shutdown_timeout", "7"], "grace", 7.0),
+        (["--exit-timeout", "90"], "exit_timeout", 90.0),
         (["--signals-to-handle=SIGTERM,SIGUSR1"], "signals", (15, 10)),
         (["--role", "trainer"], "role", "trainer"),
         (["--start_method", "spawn"], "fork", False),

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import socket
 import subprocess
 from pathlib import Path
@@ -228,3 +229,15 @@ def _read_all(terminal: int) -> bytes:
         except OSError:
             pass
     return shown
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_as_good_as_empty_ones(tmp_path: Path, closed: str) -> None:
+    text = "import os\nprint('said')\nopen(os.environ['FOLDER'] + '/ran_' + os.environ['RANK'], 'w').close()"
+    words = shlex.join(command("--num_processes=2", script(tmp_path, text)))
+    done = subprocess.run(
+        ["sh", "-c", f"{words} {closed}"],
+        env=environment(FOLDER=str(tmp_path)), capture_output=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("ran_*")) == ["ran_0", "ran_1"]

@@ -2,7 +2,8 @@
 
     all but some wait               -> those some are elsewhere: loading data, asleep, stuck
     all wait, for different things  -> out of step
-    all wait for the same           -> who came last, after the others had given up
+    all wait for the same           -> who came last, after the others had given up; where nobody did, the
+                                       call they are all in was not the same after all
 
 Pure: nothing here looks at a process, so that every story can be told to it in a test.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.recorder.places import COLLECTIVE
 from paceline.recorder.reading import RankState
 from paceline.recorder.words import ranks, seconds, waits, whereabouts
 
@@ -28,9 +31,7 @@ _ADVICE = {
     ),
     "a checkpoint": "Save on all ranks at once, or let the others wait longer (ddp_timeout).",
     "saving or loading a file": "Save on all ranks at once, or let the others wait longer (ddp_timeout).",
-    "a collective": (
-        "It called another collective than the others: all ranks must call the same, in one order."
-    ),
+    COLLECTIVE: ("It called another collective than the others: all ranks must call the same, in one order."),
 }
 _LOOK_THERE = (
     "Look at that line: a lock, a network call or a loop without end; or let the others wait longer "
@@ -43,8 +44,8 @@ class Finding:
     """What the records come to.
 
     Attributes:
-        kind: "elsewhere", "apart", "late" or "skipped".
-        culprits: the ranks that the others waited for; empty where it may be any ("apart").
+        kind: "elsewhere", "apart", "late", "alike" or "skipped".
+        culprits: the ranks that the others waited for; empty where it may be any.
         text: a paragraph in plain words, what to do included.
     """
 
@@ -72,7 +73,7 @@ def compare(states: Sequence[RankState], now: float) -> Finding | None:
     if len({state.waits_for for state in waiting}) > 1:
         settled = all(now - state.waits_since > _SETTLED_S for state in waiting)
         return _apart(waiting, now) if settled else None
-    return _late(waiting)
+    return _late(waiting) or _alike(waiting, now)
 
 
 def context(
@@ -89,7 +90,8 @@ def context(
     if state is None:
         return waits(others, now)
     shown = state if with_line else dataclasses.replace(state, stands=False, seen=now)
-    was = f"Rank {state.rank} was {whereabouts(shown, now)}." if shown.stands or shown.phase else ""
+    known = (shown.stands or shown.phase) and not shown.over  # an end of the script is told elsewhere
+    was = f"Rank {state.rank} was {whereabouts(shown, now)}." if known else ""
     return " ".join(filter(None, [was, waits(others, now)]))
 
 
@@ -120,7 +122,7 @@ def _absent(states: Sequence[RankState], waiting: Sequence[RankState]) -> list[R
 
 def _elsewhere(absent: Sequence[RankState], waiting: Sequence[RankState], now: float) -> Finding:
     who = tuple(state.rank for state in absent)
-    doing = absent[0].doing if absent[0].stands else ""
+    doing = absent[0].doing.partition(" (")[0] if absent[0].stands else ""
     advice = _ADVICE.get(doing, _LOOK_THERE if absent[0].stands else "")
     if len(absent) == 1:
         held_up = f"held up the others: it was {whereabouts(absent[0], now)}."
@@ -132,15 +134,39 @@ def _elsewhere(absent: Sequence[RankState], waiting: Sequence[RankState], now: f
 
 
 def _apart(waiting: Sequence[RankState], now: float) -> Finding:
-    lines = " ".join(f"Rank {s.rank} was at {s.line}." for s in waiting if s.line and s.stands)
+    lines = [f"Rank {s.rank} was at {s.line}." for s in waiting if s.line and s.stands]
+    shown = " ".join(lines) if not any(s.line in s.waits_for for s in waiting) else ""
+    odd = _minority(waiting)
+    who = (
+        f"{ranks(odd)} {'waits' if len(odd) == 1 else 'wait'} for something else than the rest" if odd else ""
+    )
     passes = {s.passes for s in waiting}
     counts = "; ".join(f"rank {s.rank} has begun {s.passes} backward passes" for s in waiting)
     text = (
-        f"the ranks wait for different things, so nobody gets on. {waits(waiting, now)} {lines} "
+        f"{who or 'the ranks wait for different things'}, so nobody gets on. {waits(waiting, now)} {shown} "
         f"{f'They are out of step: {counts}.' if len(passes) > 1 else ''} All ranks must call the same "
         "collectives in one order, and run the same forwards and backwards."
     )
-    return Finding("apart", (), " ".join(text.split()))
+    return Finding("apart", odd, " ".join(text.split()))
+
+
+def _minority(waiting: Sequence[RankState]) -> tuple[int, ...]:
+    """The ranks that do not wait for what more than half of them wait for, if there is such a thing."""
+    usual, count = Counter(state.waits_for for state in waiting).most_common(1)[0]
+    odd = (state.rank for state in waiting if state.waits_for != usual)
+    return tuple(odd) if 2 * count > len(waiting) else ()
+
+
+def _alike(waiting: Sequence[RankState], now: float) -> Finding | None:
+    """All came to the same line in time and got no further, by a call whose arguments nobody recorded."""
+    if not all(s.waits_for.startswith(COLLECTIVE) and now - s.waits_since > _LATE_S for s in waiting):
+        return None
+    text = (
+        f"all ranks came, and yet it did not end. {waits(waiting, now)} Either they gave it different "
+        "arguments (src, dst, group, shapes, the order of calls in that line), or the network does not "
+        'deliver. On CPUs init_process_group("shm") compares the calls and names what differs.'
+    )
+    return Finding("alike", (), text)
 
 
 def _late(waiting: Sequence[RankState]) -> Finding | None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paceline.diagnose.comparison import compare
 from paceline.recorder.reading import RankState
 from paceline.recorder.words import seconds, whereabouts
 
@@ -18,6 +19,7 @@ QUIET_S = 60.0  # seconds between two lines
 _MUCH = 0.3  # share of the stretch that the others wait beyond what the straggler waits
 _FIRST_PASSES = 3  # in which compilers and caches warm up
 _HANGS_S = 10.0  # seconds in one wait from which on it is no slowness but a hang
+_STARTS_S = 30.0  # ... before training is under way, when one rank may well prepare something for all
 
 
 @dataclass
@@ -40,6 +42,9 @@ class StragglerWatch:
             states: by rank.
             now: when they were read.
         """
+        line = _hang(states, now)
+        if line is not None:
+            return self._tell(line, now)
         if states.keys() != self._before.keys() or not all(map(_has_begun, self._before.values())):
             self._begin(states, now)
             return None
@@ -48,9 +53,12 @@ class StragglerWatch:
                 self._lines.setdefault(rank, Counter())[_place(state)] += 1
         if now - self._since < STRETCH_S:
             return None
-        line = _hang(states, now) or self._straggler(states, now)
+        line = self._straggler(states, now)
         self._begin(states, now)
-        if line is None or (self.told_at is not None and now - self.told_at < QUIET_S):
+        return None if line is None else self._tell(line, now)
+
+    def _tell(self, line: str, now: float) -> str | None:
+        if self.told_at is not None and now - self.told_at < QUIET_S:
             return None
         self.told_at = now
         return line
@@ -93,12 +101,16 @@ def _waited(state: RankState, now: float) -> float:
 
 
 def _hang(states: Mapping[int, RankState], now: float) -> str | None:
-    """All others have been in one wait for so long that it is no slowness."""
-    waiting = [s for s in states.values() if s.waits_for and now - s.waits_since > _HANGS_S]
-    absent = [s for s in states.values() if not s.waits_for]
-    if not waiting or len(absent) != 1 or len(waiting) != len(states) - 1:
+    """All have been in one wait, or all but one, for so long that it is no slowness."""
+    waiting = [state for state in states.values() if state.waits_for]
+    absent = [state for state in states.values() if not state.waits_for]
+    least = _HANGS_S if all(map(_has_begun, states.values())) else _STARTS_S
+    if len(states) < 2 or len(absent) > 1 or any(now - state.waits_since < least for state in waiting):
         return None
-    waited = seconds(min(now - s.waits_since for s in waiting))
+    if not absent:
+        found = compare(waiting, now)
+        return None if found is None else found.text
+    waited = seconds(min(now - state.waits_since for state in waiting))
     return (
         f"rank {absent[0].rank} has kept the others waiting for {waited}, for {waiting[0].waits_for}. "
         f"It is {whereabouts(absent[0], now)}"

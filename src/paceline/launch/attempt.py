@@ -20,6 +20,7 @@ from typing import BinaryIO
 from paceline.diagnose.afterwards import REPORT
 from paceline.errors import LaunchError
 from paceline.launch.config import LaunchConfig
+from paceline.launch.departure import Overdue, Standing
 from paceline.launch.failure import Ending
 from paceline.launch.forks import ForkServer
 from paceline.launch.guardian import Guardian, kill_run
@@ -31,13 +32,17 @@ from paceline.launch.rank_process import (
     RankProcess,
     SpawnedRank,
     StandardStreams,
+    processor_seconds,
     rank_command,
     rank_program,
 )
 from paceline.launch.terminal import copy_size, open_channel
-from paceline.recorder.reading import RankState, read_folder
+from paceline.recorder.reading import RankState, read_folder, record_of, with_stack
+from paceline.recorder.stacks import ask
 
 _LAST_THREADS = 2.0  # seconds for all threads of a killed rank to be gone; only then is its end reported
+_SILENT = 2.0  # seconds without a sign of life, due every second, after which a rank is asked where it stands
+_ANSWER = 0.1  # seconds for the answer to be written
 _LOOK = 0.02  # seconds between two looks at ranks that are about to end
 
 
@@ -185,6 +190,11 @@ class Attempt:
         """Whether any rank has not ended yet."""
         return any(rank.running for rank in self._ranks)
 
+    @property
+    def all_scripts_are_over(self) -> bool:
+        """Whether every rank has at most its interpreter's shutdown before it."""
+        return all(rank.status is not None for rank in self._ranks)
+
     def endings(self) -> list[Ending]:
         """How the ranks ended that have ended, or whose script has."""
         return [self._ending(rank) for rank in self._ranks if rank.status is not None]
@@ -192,6 +202,17 @@ class Attempt:
     def states(self) -> dict[int, RankState]:
         """What the ranks of this host are doing, by rank, as far as they record it."""
         return read_folder(self.folder.records)
+
+    def standings(self) -> list[Standing]:
+        """How far each rank has come."""
+        return [
+            Standing(rank.seat.rank, rank.ended_at, not rank.running, processor_seconds(rank.pid))
+            for rank in self._ranks
+        ]
+
+    def end_overdue(self, overdue: Overdue) -> None:
+        """End a rank that does not leave Python."""
+        next(rank for rank in self._ranks if rank.seat.rank == overdue.rank).end_overdue(overdue.lost)
 
     def wait(self, seconds: float, until: Callable[[], bool]) -> None:
         """Give the ranks time to end by themselves.
@@ -230,7 +251,9 @@ class Attempt:
             Whether all that the ranks wrote has been passed on.
         """
         self.someone_is_frozen()  # each remembers it, as the signal below would hide it
-        self._take_stock()
+        if self.failed or self.running:
+            self._take_stock()
+            self._look_again()
         for rank in self._ranks:
             # A Python rank may still need its data loading workers, to get to a checkpoint;
             # another program (a shell, say) does not pass signals on to what it started.
@@ -253,9 +276,26 @@ class Attempt:
             rank.reap()
 
     def _take_stock(self) -> None:
-        """Once, before ranks are stopped: what was each doing?"""
+        """Once, when ranks have failed: what was each doing?"""
         if self._looked_at is None:
             self._states, self._looked_at = self.states(), time.monotonic()
+
+    def _look_again(self) -> None:
+        """Before ranks are stopped: what has been told since, at an end or because it was asked for."""
+        now = time.monotonic()
+        silent = [rank for rank in self._ranks if rank.running and self._is_silent(rank, now)]
+        asked = [rank for rank in silent if not rank.frozen() and ask(rank.pid)]
+        if asked:
+            time.sleep(_ANSWER)
+        for number in (rank.seat.rank for rank in asked):  # the rest as before: it may go on by it
+            self._states[number] = with_stack(self._states[number], record_of(self.folder.records, number))
+        ended = [rank.seat.rank for rank in self._ranks if rank.status is not None]
+        states = self.states() if ended else {}
+        self._states |= {number: states[number] for number in ended if number in states}
+
+    def _is_silent(self, rank: RankProcess, now: float) -> bool:
+        state = self._states.get(rank.seat.rank)
+        return state is not None and not state.over and now - state.seen > _SILENT
 
     def _drain(self, limit: float | None, hurry: Callable[[], bool]) -> bool:
         if self._pump is None:
@@ -335,6 +375,7 @@ class Attempt:
             error_file=_read(self.folder.error_file(local_rank)) or _read(rank.told),
             log=str(log) if log and logged else None,
             frozen=rank.was_stopped,
+            overstayed=rank.overstayed,
             state=self._states.get(rank.seat.rank),
             looked_at=self._looked_at or rank.ended_at,
         )

@@ -117,8 +117,10 @@ class LaunchConfig:
         output: where output goes.
         variables: set in the environment of every rank.
         max_restarts: how often all ranks are started again after one failed.
-        grace: seconds a rank has to end before SIGKILL; None is 2 after a failure, 5 after
+        grace: seconds a rank has to end before SIGKILL; None is 1.5 after a failure, 5 after
             Ctrl-C, 30 after another signal.
+        exit_timeout: seconds a rank has to leave Python when all scripts have ended; None: see
+            ``departure.py``.
         signals: those that are passed on to the ranks.
         look: seconds between two looks at the ranks.
         quiet: report the first failure's own words only.
@@ -138,6 +140,7 @@ class LaunchConfig:
     variables: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     grace: float | None = None
+    exit_timeout: float | None = None
     signals: tuple[int, ...] = (*ENDING, *FORWARDED)
     look: float = 0.05
     quiet: bool = False

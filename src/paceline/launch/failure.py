@@ -40,11 +40,17 @@ _LOST_A_PEER = re.compile(
 )
 _OUT_OF_STEP = RanksOutOfStepError.__name__
 _GLOO_ABORTED = "terminate called without an active exception"
+_GLOO_MISMATCH = "op.preamble.length <= op.nbytes"
+_MISMATCH = (
+    "Gloo gave up, because the ranks called different collectives at one time, or gave tensors of different "
+    'sizes or dtypes. All must make the same calls in one order; init_process_group("shm") compares them '
+    "first, and names what differs"
+)
 _LAST_LINES = 15
 _SHUT_DOWN = 10.0  # seconds that an interpreter which raised may take to be gone
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "by somebody, or by the kernel because memory ran out (`dmesg` tells)",
-    signal.SIGSEGV: "it crashed in native code; PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGSEGV: "it crashed in native code; PYTHONFAULTHANDLER=1 shows all threads",
     signal.SIGBUS: "often shared memory (/dev/shm) ran out",
     signal.SIGABRT: "a native library gave up; its message is above",
 }
@@ -65,6 +71,7 @@ class Ending:
         error_file: contents of the file that torch elastic's ``@record`` wrote, if it did.
         log: path of the file that holds its whole stderr, if there is one.
         frozen: it was found stopped, as by SIGSTOP, when the others had failed.
+        overstayed: what it was still doing when it was ended because it did not leave Python.
         host: where it ran; empty when there is only one host.
         state: what it was doing when ranks failed, if it recorded that.
         looked_at: when that was read.
@@ -80,6 +87,7 @@ class Ending:
     error_file: str | None = None
     log: str | None = None
     frozen: bool = False
+    overstayed: str = ""
     host: str = ""
     state: RankState | None = None
     looked_at: float = 0.0
@@ -282,6 +290,9 @@ def _own_words(cause: Ending, endings: Sequence[Ending], story: str) -> str:
     if cause.exit_code == 0:
         what = "ended its script (exit code 0) while others still communicated"
         return _absent(cause, f"{what}; all ranks must run as many steps, and leave together", story)
+    if cause.overstayed:
+        what = f"did not leave Python after its script, and was ended: it was {cause.overstayed}"
+        return _absent(cause, f"{what}. --exit_timeout gives it longer", "")
     if cause.crashed:
         return story + _native_words(cause)
     if _waited_for(cause) or cause.lost_a_peer:
@@ -316,6 +327,8 @@ def _native_words(cause: Ending) -> str:
     number = -cause.exit_code
     said = "" if number == signal.SIGKILL else _rank_lines(cause.rank, _last_lines(cause))
     hint = f": {_HINTS[number]}" if number in _HINTS else ""
+    if _GLOO_MISMATCH in said:
+        hint = f": {_MISMATCH}"
     return f"{said}paceline launch: {cause.name} was killed by {_signal_name(number)}{hint}\n"
 
 

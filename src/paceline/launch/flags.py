@@ -124,6 +124,7 @@ def config_of(
         variables=script_variables(chosen),
         max_restarts=chosen.get("max_restarts", 0),
         grace=chosen.get("shutdown_timeout"),
+        exit_timeout=chosen.get("exit_timeout"),
         signals=chosen.get("signals_to_handle", LaunchConfig.signals),
         look=min(1.0, max(0.01, chosen.get("monitor_interval", LaunchConfig.look))),
         quiet=bool(chosen.get("quiet")),

@@ -283,9 +283,9 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
         os._exit(0)
     _prepare(rank, environment)
     request = rank.request
-    recorder.observe()
+    over = recorder.observe()
     program = (request["kind"], request["name"], *request["arguments"])
-    rank_main.run(request["told"], *program, hide=(__file__,))
+    rank_main.run(request["told"], *program, hide=(__file__,), script_is_over=over)
 
 
 if __name__ == "__main__":

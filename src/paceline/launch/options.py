@@ -178,6 +178,13 @@ def _ends() -> Iterator[Option]:
         "S",
     )
     yield option(
+        "exit_timeout",
+        "seconds a rank has to leave Python when all scripts have ended (default: 600 for threads and exit "
+        "handlers, 30 where nothing is left but native code that does nothing)",
+        seconds,
+        "S",
+    )
+    yield option(
         "signals_to_handle",
         "signals to pass on to the ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2)",
         signals,

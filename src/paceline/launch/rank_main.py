@@ -26,11 +26,21 @@ import os
 import runpy
 import sys
 import types
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
+ScriptIsOver = Callable[[types.TracebackType | None], None]
 
-def run(told: str, kind: str, name: str, *arguments: str, hide: tuple[str, ...] = ()) -> None:
+
+def run(
+    told: str,
+    kind: str,
+    name: str,
+    *arguments: str,
+    hide: tuple[str, ...] = (),
+    script_is_over: ScriptIsOver = lambda trace: None,
+) -> None:
     """Run a script or a module as the main program, and end the process group it may have left.
 
     Args:
@@ -39,14 +49,16 @@ def run(told: str, kind: str, name: str, *arguments: str, hide: tuple[str, ...] 
         name: path of the script, or name of the module.
         arguments: the rest of its command line.
         hide: more files whose frames stay out of tracebacks.
+        script_is_over: called then, with the traceback of the exception that ended it, if it ended badly.
     """
     pid = os.getpid()
     end = atexit.register(_end_process_group, pid)  # registered first, so called last
-    status, error = 0, None
+    status, error, trace = 0, None, None
     try:
         _run_as_main(kind, name, list(arguments))
     except SystemExit as ended:
         status = _status(ended)
+        trace = _of_the_script(ended.__traceback__, hide) if status else None
         raise
     except BaseException as raised:
         status, error = 130 if isinstance(raised, KeyboardInterrupt) else 1, raised
@@ -58,15 +70,21 @@ def run(told: str, kind: str, name: str, *arguments: str, hide: tuple[str, ...] 
         if status:
             atexit.unregister(end)
         if os.getpid() == pid:  # and not a child that the rank forked
+            script_is_over(trace)
             _tell(told, status, error)
 
 
-def _observe() -> None:
-    """Have it recorded where the script stands. Leaves no module, as the script may have its own paceline."""
+def _observe() -> ScriptIsOver:
+    """Have it recorded where the script stands. Leaves no module, as the script may have its own paceline.
+
+    Returns:
+        What is to be called when the script is over.
+    """
     source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     sys.path.insert(0, source)
     try:
-        importlib.import_module("paceline.recorder.ring").observe()
+        over: ScriptIsOver = importlib.import_module("paceline.recorder.ring").observe()
+        return over
     finally:
         sys.path.remove(source)
         for name in [name for name in sys.modules if name.partition(".")[0] == "paceline"]:
@@ -135,5 +153,4 @@ def _end_process_group(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    _observe()
-    run(*sys.argv[1:])
+    run(*sys.argv[1:], script_is_over=_observe())

@@ -58,6 +58,7 @@ class RankProcess:
         ended_at: when its script was seen to be over, or it to be gone (monotonic seconds).
         signalled: it was asked to end while its script ran.
         was_stopped: it was found stopped (SIGSTOP, a debugger).
+        overstayed: what it was still doing, in words, when it was ended because it did not leave Python; "".
     """
 
     def __init__(self, seat: RankSeat, pid: int, told: Path) -> None:
@@ -66,6 +67,7 @@ class RankProcess:
         self.ended_at: float | None = None
         self.signalled = False
         self.was_stopped = False
+        self.overstayed = ""
         self._said: int | None = None
 
     @property
@@ -81,6 +83,8 @@ class RankProcess:
     @property
     def status(self) -> int | None:
         """Its exit code, as soon as its script is over, whatever ends the interpreter's shutdown then."""
+        if self.overstayed:
+            return 1
         if self._said is None:
             return self.exit_code
         cut_short = self.exit_code == -signal.SIGKILL or (self._said != 0 and (self.exit_code or 0) < 0)
@@ -113,6 +117,11 @@ class RankProcess:
         if self.running:
             self.signalled = not self.leaving
             _send(self.pid, number, whole_group)
+
+    def end_overdue(self, lost: str) -> None:
+        """End a rank that does not leave Python; a failure if ``lost`` tells what it was still doing."""
+        self.overstayed = lost
+        _send(self.pid, signal.SIGKILL, whole_group=True)
 
     def pass_on(self, number: int, *, whole_group: bool) -> None:
         """Send a signal after which the rank is expected to go on."""
@@ -256,7 +265,18 @@ def _send(pid: int, number: int, whole_group: bool) -> None:
 
 
 def _state(pid: int) -> str:
+    return (_stat(pid) or [""])[0]
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process has used so far; 0 where that cannot be seen."""
+    fields = _stat(pid)
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 13 else 0.0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the state on."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,4 +1,4 @@
-"""A pseudo-terminal for rank 0, so that on a terminal it prints as it would without a launcher."""
+"""The launcher's streams; a pseudo-terminal for rank 0, which prints as it would without a launcher."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import fcntl
 import os
 import pty
 import termios
+
+
+def open_standard_descriptors() -> None:
+    """Open what the caller closed of descriptors 0 to 2: no file of ours is to become a standard stream."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def open_channel(like: int | None) -> tuple[int, int]:

@@ -29,6 +29,8 @@ from paceline.recorder.layout import (
     read_header,
     read_text,
 )
+from paceline.recorder.places import BACKWARD, COLLECTIVE, doing, innermost, line_of, users
+from paceline.recorder.stacks import STACKS_SUFFIX, main_stack
 
 _RECENT_PASSES = 3
 _SLEEPS_S = 2.0  # seconds in which a backward that sleeps must be waiting for other ranks
@@ -73,6 +75,8 @@ class RankState:
         doing: what the frames below say, as "data loading"; may be empty.
         asleep: the thread used no processor time there.
         raised: an exception it told of.
+        over: since when its script is over, unless an exception ended it; 0 while it runs.
+        leaving: what it waits for since, as "in an exit handler at train.py:7 in close"; may be empty.
         forwards: training forwards it ran before each of its last passes, by pass.
     """
 
@@ -96,12 +100,15 @@ class RankState:
     doing: str = ""
     asleep: bool = False
     raised: str = ""
+    over: float = 0.0
+    leaving: str = ""
     forwards: dict[int, int] = field(default_factory=dict)
 
     def moved(self, seconds: float) -> RankState:
         """The same on a clock that shows so much more."""
         times = ("seen", "phase_since", "waits_since", "waits_until", "line_since")
-        return dataclasses.replace(self, **{name: getattr(self, name) + seconds for name in times})
+        moved = {name: getattr(self, name) + seconds for name in times}
+        return dataclasses.replace(self, **moved, over=self.over and self.over + seconds)
 
     def waited(self, now: float) -> float:
         """How long the wait that is under way, or failed, has taken."""
@@ -139,7 +146,13 @@ def read_state(path: Path) -> RankState | None:
         **_what_facts_say(facts),
     )
     seen = max(state.seen, facts[-1].time if facts else 0.0)
-    return _with_line(_with_words(dataclasses.replace(state, seen=seen), memory), memory)
+    state = _with_line(_with_words(dataclasses.replace(state, seen=seen), memory), memory)
+    return with_stack(state, path)
+
+
+def record_of(folder: Path, rank: int) -> Path:
+    """The record of a rank that a launcher started."""
+    return folder / f"rank_{rank}{SUFFIX}"
 
 
 def names_beside(path: Path) -> dict[int, str]:
@@ -226,27 +239,57 @@ def _with_line(state: RankState, memory: bytes) -> RankState:
     _, when, text = read_text(memory, WHERE_AT)
     try:
         seen = json.loads(text)
-        recorded = max(state.phase_since, state.waits_since)
         state = dataclasses.replace(
             state,
             seen=max(state.seen, when),
+            over=float(seen.get("over", 0.0)),
+            leaving=str(seen.get("leaving", "")),
+        )
+        if "line" not in seen:  # a script that was over within a second
+            return state
+        recorded, looked = max(state.phase_since, state.waits_since), float(seen["looked"])
+        state = dataclasses.replace(
+            state,
             line=str(seen["line"]),
             line_since=max(float(seen["since"]), recorded),
-            stands=recorded <= when,
+            stands=recorded <= looked,
             inner=str(seen["inner"]),
             doing=str(seen["doing"]),
             asleep=bool(seen["asleep"]),
         )
     except (ValueError, KeyError, TypeError):
         return state
-    return state if state.waits_for else _with_unrecorded_wait(state, when)
+    return state if state.waits_for or state.over else _with_unrecorded_wait(state, looked)
+
+
+def with_stack(state: RankState, path: Path) -> RankState:
+    """Where native code crashed, or the rank stood when it was asked: later than any look of its own.
+
+    Args:
+        state: of the rank.
+        path: of its record.
+    """
+    places = main_stack(path.with_suffix(STACKS_SUFFIX))
+    if not places:
+        return state
+    mine, inner = users(places), innermost(places)
+    line = line_of(mine)
+    return dataclasses.replace(
+        state,
+        line=line,
+        line_since=state.line_since if line == state.line else state.seen,
+        stands=True,
+        inner="" if mine is inner else line_of(inner, parents=2),
+        doing=doing(places),
+        asleep=state.asleep and line == state.line,
+    )
 
 
 def _with_unrecorded_wait(state: RankState, when: float) -> RankState:
     """Where nobody records waits, as with torch's own DDP on Gloo, the line must tell."""
     sleeps = state.asleep and when - state.line_since > _SLEEPS_S
-    in_backward = state.doing == "backward" and sleeps and not state.passes
-    if state.stands and (in_backward or state.doing == "a collective"):
+    in_backward = state.doing == BACKWARD and sleeps and not state.passes
+    if state.stands and (in_backward or state.doing.startswith(COLLECTIVE)):
         words = f"{state.doing} at {state.line}"
         return dataclasses.replace(state, waits_for=words, waits_since=state.line_since)
     return state

@@ -39,6 +39,7 @@ from paceline.recorder.layout import (
     write_text,
 )
 from paceline.recorder.sampler import start_sampler
+from paceline.recorder.stacks import STACKS_SUFFIX, write_stacks_to
 
 _LONGEST_ERROR = 500  # characters of an exception's text
 _MOST_NAMES = 100_000  # a run that makes up new names for ever does not fill the disk
@@ -55,11 +56,19 @@ def recorder() -> Recorder:
     return Recorder(memory, names)
 
 
-def observe() -> None:
-    """Record where this rank's main thread stands, whether or not anything else is recorded later."""
+def observe() -> Callable[[TracebackType | None], None]:
+    """Record where this rank's main thread stands, whether or not anything else is recorded later.
+
+    Returns:
+        To be called when the script is over, with the traceback of the exception that ended it, if any.
+    """
     opened = _open()
-    if opened is not None:
-        start_sampler(opened[0])
+    if opened is None:
+        return lambda trace: None
+    memory, names = opened
+    write_stacks_to(names.with_suffix(STACKS_SUFFIX))
+    look = start_sampler(memory)
+    return look.script_is_over if look is not None else lambda trace: None
 
 
 def _open() -> tuple[mmap.mmap, Path] | None:

@@ -1,11 +1,12 @@
 """Where the main thread stands, looked at once a second and written into the record.
 
     {"line": "train.py:41 in load", "since": 5003.2, "doing": "data loading", "asleep": true,
-     "inner": "torch/utils/data/dataloader.py:1295 in _try_get_data"}
+     "inner": "torch/utils/data/dataloader.py:1295 in _try_get_data", "looked": 5044.2}
 
-The line is the user's: the innermost frame that lies neither in PyTorch, paceline, the standard library
-nor any installed package. A rank that is stopped or killed later can therefore still be said to have
-stood in its data loading for so many seconds.
+The line is the user's (``places.py``). A rank that is stopped or killed later can therefore still be said to
+have stood in its data loading for so many seconds. The line that raised the exception which ended the script
+is the last to be written. A script that ended otherwise leaves its last line as well, and beside it is said
+since when the interpreter has been shutting down, and what it waits for there.
 
 Note "standing or coming by again": that a line is the same in two looks may mean either. A thread that
 used no processor time between them has stood; where the recorder has newer facts, it has moved on.
@@ -15,95 +16,103 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Iterator
-from types import FrameType
+from types import TracebackType
 
 from paceline.recorder.layout import WHERE_AT, write_text
+from paceline.recorder.places import Place, doing, innermost, line_of, of_traceback, outwards, users
 
 PERIOD_S = 1.0
 THREAD_NAME = "paceline-sampler"
 _ASLEEP_BELOW = 0.1  # share of the time that a thread that "sleeps" may spend computing
 
-# Parts of a path -> what is going on below such a frame; the innermost that fits counts.
-_DOING = (
-    ("/torch/utils/data/", "data loading"),
-    ("/paceline/train/feeds.py", "data loading"),
-    ("/torch/distributed/distributed_c10d.py", "a collective"),
-    ("/paceline/comm/", "a collective"),
-    ("/torch/autograd/", "backward"),
-    ("/torch/optim/", "the optimizer"),
-    ("/paceline/checkpoint/", "a checkpoint"),
-    ("/torch/serialization.py", "saving or loading a file"),
-    ("/torch/nn/modules/", "a module's forward"),
-)
 
-
-def start_sampler(memory: mmap.mmap) -> None:
+def start_sampler(memory: mmap.mmap) -> Look | None:
     """Start looking at the main thread, unless somebody in this process already does.
 
     Args:
         memory: this process's record.
+
+    Returns:
+        What looks; None when somebody else does.
     """
-    if all(thread.name != THREAD_NAME for thread in threading.enumerate()):
-        look = _Look(memory)
-        threading.Thread(target=look.forever, name=THREAD_NAME, daemon=True).start()
+    if any(thread.name == THREAD_NAME for thread in threading.enumerate()):
+        return None
+    look = Look(memory)
+    threading.Thread(target=look.forever, name=THREAD_NAME, daemon=True).start()
+    return look
 
 
-class _Look:
+class Look:
     """Looks at the main thread, and remembers since when it stands where it does."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._main = threading.main_thread()
+        self._writing = threading.Lock()
         self._number = 0
-        self._place: object = None
+        self._moment: tuple[int, int] | None = None
         self._since = time.monotonic()
         self._used_before = self._processor_time()
-        self._elsewhere = _folders_of_others()
-        self._paceline = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
+        self._seen: dict[str, object] = {}
+        self._raised = False
+        self._over = 0.0
 
     def forever(self) -> None:
+        """Look once a second, from a second after the start on."""
         if hasattr(signal, "pthread_sigmask"):  # signals are for the main thread, which may wait for one
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        while self._main.is_alive():
-            self.once()
+        while True:  # while exit handlers run as well; the interpreter's end is this daemon's
             time.sleep(PERIOD_S)
+            self.once()
 
     def once(self) -> None:
         """Look, and write down what is seen."""
         frame = sys._current_frames().get(self._main.ident or 0)
         if frame is None:
             return
-        frames = list(_outwards(frame))
-        innermost = next((each for each in frames if not each.f_code.co_filename.startswith("<")), frame)
-        mine = self._users(frames)
-        place = (id(mine), mine.f_lasti)
+        with self._writing:
+            if self._over:
+                self._write({**self._seen, "over": self._over, "leaving": _leaving(outwards(frame))})
+            elif not self._raised and self._main.is_alive():  # else an end that nobody told of
+                self._see(outwards(frame))
+
+    def script_is_over(self, trace: TracebackType | None) -> None:
+        """The script ended, and from now on the interpreter shuts down. Called in the main thread.
+
+        Args:
+            trace: of the exception that ended it, if it ended badly.
+        """
+        with self._writing:
+            if trace is not None:
+                self._see(of_traceback(trace))
+                self._raised = True
+            else:
+                self._over = time.monotonic()
+                self._write({**self._seen, "over": self._over})
+
+    def _see(self, places: list[Place]) -> None:
+        mine, inner = users(places), innermost(places)
         now, used = time.monotonic(), self._processor_time()
-        if place != self._place:
-            self._place, self._since, self._used_before = place, now, used
+        if mine.moment != self._moment:
+            self._moment, self._since, self._used_before = mine.moment, now, used
         stood = now - self._since
-        seen = {
-            "line": _line_of(mine),
-            "inner": "" if mine is innermost else _line_of(innermost, parents=2),
-            "doing": _doing(frames),
+        self._seen = {
+            "line": line_of(mine),
+            "inner": "" if mine is inner else line_of(inner, parents=2),
+            "doing": doing(places),
             "since": self._since,
             "asleep": stood > 0 and used - self._used_before < _ASLEEP_BELOW * stood,
+            "looked": now,
         }
+        self._write(self._seen)
+
+    def _write(self, seen: dict[str, object]) -> None:
         self._number += 1
         write_text(self._memory, WHERE_AT, self._number, json.dumps(seen))
-
-    def _users(self, frames: list[FrameType]) -> FrameType:
-        """The innermost frame that is the user's; else the innermost of no machinery; else the innermost."""
-        machinery = ("<", self._paceline, *_folder_of("torch"))
-        others = [frame for frame in frames if not frame.f_code.co_filename.startswith(machinery)]
-        users = [frame for frame in others if not frame.f_code.co_filename.startswith(self._elsewhere)]
-        return [*users, *others, *frames][0]
 
     def _processor_time(self) -> float:
         """Seconds of processor time that the main thread has used; grows with the clock if unknown."""
@@ -112,37 +121,11 @@ class _Look:
         return time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _folders_of_others() -> tuple[str, ...]:
-    """Where code lies that the user did not write."""
-    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    paths |= {os.path.dirname(os.__file__)}
-    return tuple(f"{path}{os.sep}" for path in paths if path)
-
-
-def _folder_of(package: str) -> list[str]:
-    """Where a package lies, if it is imported."""
-    file = getattr(sys.modules.get(package), "__file__", None)
-    return [f"{os.path.dirname(file)}{os.sep}"] if file else []
-
-
-def _doing(frames: list[FrameType]) -> str:
-    for frame in frames:
-        path = frame.f_code.co_filename
-        for part, words in _DOING:
-            if part in path:
-                return words
-    return ""
-
-
-def _line_of(frame: FrameType, parents: int = 0) -> str:
-    """As ``train.py:41 in load``, with as many of the folders as are asked for."""
-    code = frame.f_code
-    path = "/".join(code.co_filename.split(os.sep)[-1 - parents :])
-    place = f"{path}:{frame.f_lineno}"
-    return place if code.co_name == "<module>" else f"{place} in {code.co_name}"
+def _leaving(places: list[Place]) -> str:
+    """What the main thread waits for after the script: threads, processes, or an exit handler."""
+    if any(place.path == threading.__file__ and place.name == "_shutdown" for place in places):
+        mine = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+        return f"waiting for its {'threads' if len(mine) > 1 else 'thread'} {', '.join(mine[:3])}"
+    if any("/multiprocessing/util.py" in place.path and place.name == "_exit_function" for place in places):
+        return "waiting for processes that it started with multiprocessing"
+    return f"in an exit handler at {line_of(users(places))}"

@@ -31,6 +31,8 @@ def whereabouts(state: RankState, now: float) -> str:
         state: of the rank.
         now: when it was looked at, on the same clock.
     """
+    if state.over:
+        return f"past the end of its script for {seconds(now - state.over)}"
     silent = now - state.seen
     stood = (state.seen if silent > _SILENT_S else now) - state.line_since
     parts = []
