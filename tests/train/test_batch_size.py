@@ -185,7 +185,7 @@ def raise_on_one(rank: int, world_size: int, folder: Path) -> str:
                 outputs["logits"].register_hook(lambda gradient: gradient.reshape(7))
             return outputs
 
-    args = settings(folder, auto_find_batch_size=True, max_steps=6, ddp_timeout=20)
+    args = settings(folder, auto_find_batch_size=True, max_steps=6, ddp_timeout=10)
     try:
         Trainer(Wrong(99), args, train_dataset=Points(64)).train()
     except Exception as error:
