@@ -8,9 +8,9 @@ of its own: a plain loop (forward, backward, clip, step, schedule, zero_grad; wi
 ranks), Hugging Face's Trainer and paceline's, all on the same model, data, optimizer (AdamW) and number of
 steps, logging as by default, without checkpoints and evaluations. A step's time is that from one
 on_step_begin to the next on rank 0, and of a run's steps the 10th percentile counts, which other load on the
-machine hardly changes on one rank; where ranks outnumber the free cores, each time that they wait for each other
-takes a turn of the scheduler more. So the processor time of rank 0, all its threads together, is printed as well:
-its mean over the run's steps. `added` is what a step takes beyond the plain loop's; `ratio` is the median over
+machine hardly changes on one rank. Where ranks outnumber the free cores, each wait for another rank takes a
+turn of the scheduler more; so the processor time of rank 0, all its threads together, is printed as well: its
+mean over the run's steps. `added` is what a step takes beyond the plain loop's; `ratio` is the median over
 rounds of paceline's over Hugging Face's, in brackets the smallest and the largest.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -52,7 +53,7 @@ class Marks:
 
     def microseconds(self) -> dict[str, float]:
         """What a step takes, of each of MEASURES."""
-        steps = [after - before for before, after in zip(self.clock[WARM:], self.clock[WARM + 1 :], strict=False)]
+        steps = [after - before for before, after in itertools.pairwise(self.clock[WARM:])]
         processor = (self.processor[-1] - self.processor[WARM]) / len(steps)
         return {"time": 1e6 * statistics.quantiles(steps, n=10)[0], "processor time": 1e6 * processor}
 

@@ -9,10 +9,10 @@
 The trial leaves no trace: no gradient, no moved buffer. Amid training the global batch stays, and with it the
 order of samples.
 
-Note "the others must not wait". A rank that runs out of memory amid a step makes the averaging of gradients fail
-that the others are in or will come to (`Reducer.give_up`). So all ranks raise in that step, and meet again in the
-question whether it was memory. A collective of the user's own in the forward is not reached by that: there the
-others wait until `ddp_timeout`.
+Note "the others must not wait". A rank that runs out of memory amid a step makes the averaging of gradients
+fail that the others are in or will come to (`Reducer.give_up`). So all ranks raise in that step, and meet
+again in the question whether it was memory. A collective of the user's own in the forward is not reached by
+that: there the others wait until `ddp_timeout`.
 """
 
 from __future__ import annotations

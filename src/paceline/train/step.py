@@ -68,7 +68,7 @@ def run_step(
         except Exception as error:
             step = split_further(error)
     with clock.optimizer:
-        parameters = list(trainer.model_wrapped.parameters())  # once: finding them takes longer than a small step
+        parameters = list(trainer.model_wrapped.parameters())  # once: that takes as long as a small step
         grad_norm = float(_clip(trainer, parameters))  # the one place where a step waits for the device
         learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
         trainer.fire("on_pre_optimizer_step")
