@@ -8,14 +8,17 @@ of its own: a plain loop (forward, backward, clip, step, schedule, zero_grad; wi
 ranks), Hugging Face's Trainer and paceline's, all on the same model, data, optimizer (AdamW) and number of
 steps, logging as by default, without checkpoints and evaluations. A step's time is that from one
 on_step_begin to the next on rank 0, and of a run's steps the 10th percentile counts, which other load on the
-machine hardly changes. `added` is a step's time less the plain loop's; `ratio` is the median over rounds of
-paceline's over Hugging Face's, in brackets the smallest and the largest.
+machine hardly changes on one rank. Where ranks outnumber the free cores, each wait for another rank takes a
+turn of the scheduler more; so the processor time of rank 0, all its threads together, is printed as well: its
+mean over the run's steps. `added` is what a step takes beyond the plain loop's; `ratio` is the median over
+rounds of paceline's over Hugging Face's, in brackets the smallest and the largest.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -33,6 +36,26 @@ from torch import Tensor, nn
 BATCH, STEPS, WARM = 4, 600, 20
 WAYS = ("plain", "theirs", "ours")
 MARK = "step times: "
+MEASURES = ("time", "processor time")
+
+
+class Marks:
+    """When steps began, in seconds: on the clock, and in this process's processor time."""
+
+    def __init__(self) -> None:
+        self.clock: list[float] = []
+        self.processor: list[float] = []
+
+    def add(self) -> None:
+        """A step begins."""
+        self.clock.append(time.perf_counter())
+        self.processor.append(time.process_time())
+
+    def microseconds(self) -> dict[str, float]:
+        """What a step takes, of each of MEASURES."""
+        steps = [after - before for before, after in itertools.pairwise(self.clock[WARM:])]
+        processor = (self.processor[-1] - self.processor[WARM]) / len(steps)
+        return {"time": 1e6 * statistics.quantiles(steps, n=10)[0], "processor time": 1e6 * processor}
 
 
 class Perceptron(nn.Module):
@@ -70,7 +93,7 @@ def samples(count: int) -> list[dict[str, Tensor]]:
 MODELS = (Perceptron, Blocks)
 
 
-def plainly(model: nn.Module, begins: list[float]) -> None:
+def plainly(model: nn.Module, marks: Marks) -> None:
     """The bare step, with batches that lie ready."""
     batch = {name: torch.stack([each[name] for each in samples(BATCH)]) for name in ("x", "labels")}
     trained: nn.Module = model
@@ -81,7 +104,7 @@ def plainly(model: nn.Module, begins: list[float]) -> None:
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     for _ in range(STEPS):
-        begins.append(time.perf_counter())
+        marks.add()
         trained(**batch)["loss"].backward()
         nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
@@ -89,12 +112,12 @@ def plainly(model: nn.Module, begins: list[float]) -> None:
         optimizer.zero_grad()
 
 
-def with_trainer(library: Any, model: nn.Module, begins: list[float]) -> None:
+def with_trainer(library: Any, model: nn.Module, marks: Marks) -> None:
     """The same number of steps by a Trainer: transformers' or paceline's."""
 
     class Begins(library.TrainerCallback):  # type: ignore[name-defined,misc]
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            begins.append(time.perf_counter())
+            marks.add()
 
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     with tempfile.TemporaryDirectory() as folder:
@@ -114,24 +137,23 @@ def run_way(way: str) -> None:
     found = {}
     for model_class in MODELS:
         torch.manual_seed(0)
-        begins: list[float] = []
+        marks = Marks()
         with contextlib.redirect_stdout(sys.stderr):
             if way == "plain":
-                plainly(model_class(), begins)
+                plainly(model_class(), marks)
             elif way == "theirs":
-                with_trainer(__import__("transformers"), model_class(), begins)
+                with_trainer(__import__("transformers"), model_class(), marks)
             else:
-                with_trainer(__import__("paceline"), model_class(), begins)
-        steps = [after - before for before, after in zip(begins[WARM:], begins[WARM + 1 :], strict=False)]
-        found[model_class.__name__] = 1e6 * statistics.quantiles(steps, n=10)[0]
+                with_trainer(__import__("paceline"), model_class(), marks)
+        found[model_class.__name__] = marks.microseconds()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
     if int(os.environ.get("RANK", 0)) == 0:
         print(MARK + json.dumps(found), flush=True)
 
 
-def measure(way: str, ranks: int) -> dict[str, float]:
-    """Microseconds of a step of each model, from a child."""
+def measure(way: str, ranks: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a step of each model in each measure, from a child."""
     script = [__file__, "--way", way]
     if ranks > 1:
         script = ["-m", "paceline", "launch", "--cpu", "--num_processes", str(ranks), *script]
@@ -139,7 +161,7 @@ def measure(way: str, ranks: int) -> dict[str, float]:
     lines = [line.partition(MARK)[2] for line in child.stdout.splitlines() if MARK in line]
     if child.returncode or not lines:
         sys.exit(f"{way} failed with exit code {child.returncode}:\n{child.stderr[-2000:]}")
-    times: dict[str, float] = json.loads(lines[0])
+    times: dict[str, dict[str, float]] = json.loads(lines[0])
     return times
 
 
@@ -157,16 +179,19 @@ def main() -> None:
         return
     rounds = [{way: measure(way, options.ranks) for way in WAYS} for _ in range(options.rounds)]
     for name in (each.__name__ for each in MODELS):
-        plain, theirs, ours = (statistics.median(each[way][name] for each in rounds) for way in WAYS)
-        ratios = sorted(
-            (each["ours"][name] - each["plain"][name]) / (each["theirs"][name] - each["plain"][name])
-            for each in rounds
-        )
-        print(
-            f"{name:10}  {options.ranks} rank(s)  plain {plain:6.0f} us   added by Hugging Face "
-            f"{theirs - plain:6.0f} us   added by paceline {ours - plain:6.0f} us   "
-            f"ratio {statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
-        )
+        for measured in MEASURES:
+            report(name, measured, [{way: each[way][name][measured] for way in WAYS} for each in rounds])
+
+
+def report(name: str, measured: str, rounds: list[dict[str, float]]) -> None:
+    """Print the line of one model in one measure."""
+    plain, theirs, ours = (statistics.median(each[way] for each in rounds) for way in WAYS)
+    ratios = sorted((each["ours"] - each["plain"]) / (each["theirs"] - each["plain"]) for each in rounds)
+    print(
+        f"{name:10}  {measured:14}  plain {plain:6.0f} us   added by Hugging Face {theirs - plain:6.0f} us   "
+        f"added by paceline {ours - plain:6.0f} us   "
+        f"ratio {statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
+    )
 
 
 if __name__ == "__main__":

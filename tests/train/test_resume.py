@@ -207,7 +207,9 @@ def fail_to_write(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_full_disk_ends_all_ranks_and_spares_what_is_there(tmp_path: Path) -> None:
     writer, other = rank_outcomes(fail_to_write, 2, tmp_path, backend=None)
-    assert "No space left on device" in str(writer.error)
+    assert "checkpoint-4 could not be written (OSError: [Errno 28] No space left on device)" in str(
+        writer.error
+    )
     assert "PeerFailedError: rank 1 waited for rank 0 (saving" in str(other.error)
     assert os.listdir(tmp_path) == ["checkpoint-2"]
     assert contents.flaw(tmp_path / "checkpoint-2") is None
@@ -262,6 +264,43 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
         except ProcessLookupError:
             continue
     process.wait(10)
+
+
+@pytest.mark.parametrize("best_first", [True, False])
+def test_of_a_single_checkpoint_to_keep_the_best_stays(tmp_path: Path, best_first: bool) -> None:
+    scores = iter([3.0, 1.0, 2.0] if best_first else [1.0, 2.0, 3.0])
+    args = settings(
+        tmp_path, max_steps=3, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+        save_total_limit=1, metric_for_best_model="score", load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer = Trainer(
+        Regression(), args, train_dataset=Points(24), eval_dataset=Points(4),
+        compute_metrics=lambda _: {"score": next(scores)},
+    )  # fmt: skip
+    trainer.train()
+    left = [each.name for each in contents.list_checkpoints(tmp_path)]
+    assert left == [f"checkpoint-{1 if best_first else 3}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, []),
+        ({"learning_rate": 0.5}, ["learning_rate=0.5 (was 0.1)", "the optimizer's state brings its own"]),
+        ({"seed": 8, "max_steps": 5}, ["seed=8 (was 7)", "max_steps=5 (was 4)", "some may come twice"]),
+    ],
+)
+def test_changed_arguments_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], wanted: list[str]
+) -> None:
+    first = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    Trainer(Regression(), settings(tmp_path, **first), train_dataset=Points(24)).train()
+    caplog.clear()
+    again = Trainer(Regression(), settings(tmp_path, **(first | changes)), train_dataset=Points(24))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    said = [each.getMessage() for each in caplog.records if "other arguments" in each.getMessage()]
+    assert len(said) == bool(wanted)
+    assert all(words in said[0] for words in wanted)
 
 
 @pytest.mark.slow

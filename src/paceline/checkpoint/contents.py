@@ -156,6 +156,16 @@ def keep_newest(output_dir: Path, limit: int | None, best: Path | None) -> list[
     return doomed
 
 
+def keep_only(best: Path) -> list[Path]:
+    """Delete all checkpoints beside `best`, if it is there; returns the folders that were deleted."""
+    found = list_checkpoints(best.parent)
+    others = [folder for folder in found if folder.resolve() != best.resolve()]
+    doomed = others if len(others) < len(found) else []
+    for folder in doomed:
+        remove_folder(folder)
+    return doomed
+
+
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

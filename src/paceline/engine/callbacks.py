@@ -41,6 +41,14 @@ def owners_of_hooks(parameters: Iterable[Tensor]) -> set[Any]:
     return set().union(*map(_owners, hooks)) - {None}
 
 
+def retire_older(parameters: Iterable[Tensor]) -> None:
+    """Parameters that are wrapped again are averaged by the new wrapper alone."""
+    mine = set(parameters)
+    for older in owners_of_hooks(mine):
+        if {slot.parameter for slot in older.layout.slots} <= mine:
+            older.retire()
+
+
 def is_marked(tensor: Tensor, owner: object) -> bool:
     """Whether ``tensor`` has a hook already that ``call_weakly`` made of a method of ``owner``."""
     return owner in _owners(tensor._backward_hooks)

@@ -37,12 +37,12 @@ from torch import Tensor, nn
 from paceline.comm.memory import memory_of
 from paceline.comm.private_group import longest_timeout
 from paceline.comm.waiting import Peers
+from paceline.engine import callbacks
 from paceline.engine.agreement import PlanAgreement
 from paceline.engine.arrivals import Arrivals
 from paceline.engine.backward_pass import BackwardPass
 from paceline.engine.bucket import Slot
 from paceline.engine.buffers import BufferSync
-from paceline.engine.callbacks import at_end_of_backward, call_weakly, is_marked, owners_of_hooks
 from paceline.engine.comm_hooks import Averaging, CommHook
 from paceline.engine.launcher import BucketLauncher
 from paceline.engine.layout import BucketLayout
@@ -82,7 +82,7 @@ class Reducer(TorchReducerNames):
         self.buffers: BufferSync  # hears of passes; set by the wrapper, which owns both
         self.statistics = RunStatistics()
         self.options = options
-        _retire_older(parameters)
+        callbacks.retire_older(parameter for _, parameter in parameters.named)
         self.peers = Peers(group)
         self._arrivals = Arrivals(self._first_gradient)
         self.layout = BucketLayout(
@@ -124,7 +124,7 @@ class Reducer(TorchReducerNames):
                 ``find_unused_parameters`` is False.
             RanksOutOfStepError: in an earlier pass the ranks trained different parameters.
         """
-        if self._retired and not owners_of_hooks(slot.parameter for slot in self.layout.slots):
+        if self._retired and not callbacks.owners_of_hooks(slot.parameter for slot in self.layout.slots):
             self._return()
         if self._detached or torch._C._current_graph_task_id() != -1:
             return []  # in the latter case, checkpointing recomputes inside a backward: the pass goes on
@@ -147,9 +147,9 @@ class Reducer(TorchReducerNames):
         if self._detached:
             return
         self.statistics.forward_ends(self.passes_finished + 1)
-        hook = call_weakly(self._output_reached)
+        hook = callbacks.call_weakly(self._output_reached)
         for tensor in outputs:
-            if tensor.grad_fn is not None and not is_marked(tensor, self):
+            if tensor.grad_fn is not None and not callbacks.is_marked(tensor, self):
                 tensor.register_hook(hook)
 
     def tell_exception(self, error: BaseException) -> None:
@@ -169,6 +169,14 @@ class Reducer(TorchReducerNames):
         current.standing = Standing.OUT_OF_DATA
         self.drop_gradients()
         self._finish(current)
+
+    def give_up(self) -> None:
+        """This rank's step has failed: see to it that the others' pass fails as well, and does not wait."""
+        if self._pass is not None:
+            self._abandon(self._pass)
+        if self._abandoned is None:
+            self._pass = BackwardPass(self.passes_finished + 1, synchronises=True, engaged=True)
+            self._abandon(self._pass)
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to None."""
@@ -249,7 +257,7 @@ class Reducer(TorchReducerNames):
         self._settle(self.layout.replaced_or_frozen if self._looked else self.layout.changed)
         current = self._pass = BackwardPass(self.passes_finished + 1, self.synchronise, engaged)
         self.statistics.backward_begins(current.number)
-        at_end_of_backward(self._finish, self._abandon, current)
+        callbacks.at_end_of_backward(self._finish, self._abandon, current)
         self._arrivals.open()
         for bucket in self.layout.buckets:
             bucket.ensure_unshared()
@@ -435,14 +443,6 @@ class Reducer(TorchReducerNames):
             unreached=unreached,
             late_buckets=sorted(current.late),
         )
-
-
-def _retire_older(parameters: TrainedParameters) -> None:
-    """A module that is wrapped again is averaged by the new wrapper alone."""
-    mine = {parameter for _, parameter in parameters.named}
-    for older in owners_of_hooks(mine):
-        if {slot.parameter for slot in older.layout.slots} <= mine:
-            older.retire()
 
 
 def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:

@@ -3,12 +3,16 @@
     before training, until a trial goes well on every rank:
         forward and backward of the first micro-batch, nothing averaged
         out of memory on any rank: all ranks halve the batch size
-    amid training, on a single rank:
-        out of memory: the same step anew, in more and smaller micro-batches
+    amid training, on any rank:
+        out of memory: all ranks take the same step anew, in more and smaller micro-batches
 
-A rank that runs out of memory amid the collectives of a step leaves the others waiting, so the trial comes
-first, and on several ranks a later micro-batch that does not fit is an error. The trial leaves no trace: no
-gradient, no moved buffer. Amid training the global batch stays, and with it the order of samples.
+The trial leaves no trace: no gradient, no moved buffer. Amid training the global batch stays, and with it the
+order of samples.
+
+Note "the others must not wait". A rank that runs out of memory amid a step makes the averaging of gradients
+fail that the others are in or will come to (`Reducer.give_up`). So all ranks raise in that step, and meet
+again in the question whether it was memory. A collective of the user's own in the forward is not reached by
+that: there the others wait until `ddp_timeout`.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.errors import ArgumentError
+from paceline.engine.ddp import DistributedDataParallel
+from paceline.errors import ArgumentError, CommunicationError, PeerFailedError
 from paceline.train.feeds import feed_of
 from paceline.train.step import own_items
 from paceline.train.weighing import Weighing
@@ -44,22 +49,14 @@ def find(trainer: Trainer) -> None:
 
 
 def split_further(trainer: Trainer, error: Exception) -> None:
-    """Out of memory amid a step: make its micro-batches smaller and more.
+    """Out of memory amid a step, here or on another rank: make its micro-batches smaller and more.
 
     Raises:
-        Exception: `error` itself, if it is another one, or nothing can be done about it here.
+        Exception: `error` itself, if no rank was out of memory, or the model is wrapped in another class.
         ArgumentError: not even one sample fits.
     """
     args = trainer.args
-    if not args.auto_find_batch_size or not is_out_of_memory(error):
-        raise error
-    if args.world_size > 1:
-        logger.error(
-            "rank %d ran out of memory in step %d, after the trial had gone well; on several ranks that "
-            "cannot be mended any more: set a smaller per_device_train_batch_size",
-            args.process_index,
-            trainer.state.global_step + 1,
-        )
+    if not args.auto_find_batch_size or not _was_out_of_memory_anywhere(trainer, error):
         raise error
     trainer.model_wrapped.zero_grad()
     trainer.accelerator.free_memory()
@@ -77,10 +74,29 @@ def split_further(trainer: Trainer, error: Exception) -> None:
     )
 
 
+def _was_out_of_memory_anywhere(trainer: Trainer, error: Exception) -> bool:
+    """Whether a rank was out of memory in this step; then all ranks come here, each with what it raised."""
+    own, wrapper = is_out_of_memory(error), trainer.model_wrapped
+    if trainer.args.world_size == 1:
+        return own
+    if not isinstance(wrapper, DistributedDataParallel) or not (own or isinstance(error, PeerFailedError)):
+        return False
+    if own:
+        wrapper.reducer.give_up()
+    wrapper.reducer.count_forwards_anew()
+    flag = torch.tensor(int(own), dtype=torch.int32, device=trainer.args.device)
+    try:
+        return bool(trainer.collectives.max(flag, "asking which rank is out of memory"))
+    except CommunicationError:
+        return False  # the rank that raised is gone, so it was something else
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory is short."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(error, CommunicationError):
+        return False  # it may quote what another rank says
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from collections.abc import Callable
-from contextlib import ExitStack
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -69,7 +70,8 @@ def save(trainer: Trainer, progress: dict[str, Any]) -> Path:
     """Begin ``checkpoint-<global_step>``; it will be there whole or not at all.
 
     Raises:
-        OSError: the writing rank could not write this one, or the one before; what was there is as it was.
+        CheckpointError: the writing rank could not write this one, or the one before; what was there is as it
+            was.
         PeerFailedError: on the ranks that waited for it.
     """
     settle(trainer)
@@ -94,7 +96,7 @@ def settle(trainer: Trainer) -> None:
     A waiting rank waits as long as the writing one lives.
 
     Raises:
-        OSError: the writing rank could not write; what was there before is as it was.
+        CheckpointError: the writing rank could not write; what was there before is as it was.
         PeerFailedError: on the ranks that waited for it.
     """
     saving, args = trainer.saving, trainer.args
@@ -104,7 +106,21 @@ def settle(trainer: Trainer) -> None:
     first = args.process_index - rank_place().local_rank if args.save_on_each_node else 0
     with Turns().first(first, f"saving {folder}"):
         if args.should_save:
-            saving.writer.wait()
+            with _naming(folder):
+                saving.writer.wait()
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """What fails in the block names the folder: torch says of a full disk only that a size is wrong."""
+    try:
+        yield
+    except Exception as error:
+        free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else 0
+        raise CheckpointError(
+            f"{folder} could not be written ({type(error).__name__}: {error}); {free:,} bytes are free. "
+            f"What was saved before is intact"
+        ) from error
 
 
 def let_go(trainer: Trainer) -> None:
@@ -190,6 +206,14 @@ def load_best(trainer: Trainer) -> None:
     logger.info("loading the best model, from %s", best)
     if best is not None:
         trainer._load_from_checkpoint(best)
+
+
+def keep_the_single_one(trainer: Trainer) -> None:
+    """At the end of a run with save_total_limit=1: of the newest and the best only the best stays."""
+    best = trainer.state.best_model_checkpoint
+    if trainer.args.should_save and trainer.args.save_total_limit == 1 and best is not None:
+        for folder in contents.keep_only(Path(best)):
+            logger.info("deleted %s (save_total_limit=1)", folder)
 
 
 def note_best(trainer: Trainer, metrics: dict[str, float]) -> bool:

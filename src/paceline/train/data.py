@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -43,17 +44,17 @@ class EpochPlan:
     accumulation: int
     drop_last: bool = False
 
-    @property
+    @cached_property
     def micro_size(self) -> int:
         """Samples of one full micro-batch over all ranks."""
         return self.per_rank * self.world_size
 
-    @property
+    @cached_property
     def global_size(self) -> int:
         """Samples of one full step."""
         return self.micro_size * self.accumulation
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Optimizer steps of the epoch."""
         full, rest = divmod(self.num_samples, self.global_size)

@@ -249,6 +249,7 @@ def _finish(run: Run, seconds: float) -> TrainOutput:
     checkpoints.settle(trainer)
     if trainer.args.load_best_model_at_end:
         trainer._load_best_model()
+    checkpoints.keep_the_single_one(trainer)
     if trainer.args.should_save:
         interruption.unmark(Path(str(trainer.args.output_dir)))
     report.write(run, metrics)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.train import checkpoints, setup
+from paceline.train import changed_arguments, checkpoints, setup
 from paceline.train.clock import Clock
 from paceline.train.collectives import Collectives
 from paceline.train.feeds import Feed, feed_of
@@ -113,6 +113,7 @@ class Run:
             "loss_before_log": self.meter.before_log,
             "loss_since_log": self.meter.mean_over_ranks(),
             "steps_since_log": self.meter.steps_since_log,
+            "arguments": changed_arguments.to_be_kept(self.trainer.args),
         }
 
 
@@ -178,6 +179,7 @@ def _resume(run: Run, folder: Path) -> None:
         run.epoch, run.step = divmod(saved.global_step, run.feed.steps)
     else:
         _check_same_steps(run, progress, folder)
+        _warn_of_changes(run, progress, folder)
         run.epoch, run.step = progress["epoch"], progress["step"]
         run.meter.before_log = progress["loss_before_log"]
         run.meter.since_log = progress["loss_since_log"]
@@ -207,6 +209,12 @@ def _check_same_steps(run: Run, progress: dict[str, Any], folder: Path) -> None:
             f"{feed.num_samples}; give the same data, set ignore_data_skip=True, or start a new run from the "
             f"checkpoint's weights"
         )
+
+
+def _warn_of_changes(run: Run, progress: dict[str, Any], folder: Path) -> None:
+    changes = changed_arguments.in_words(progress.get("arguments", {}), run.trainer.args)
+    if changes and run.trainer.is_world_process_zero():
+        logger.warning("%s was made with other arguments. Now: %s", folder, changes)
 
 
 def _adopt(state: TrainerState, saved: TrainerState) -> None:

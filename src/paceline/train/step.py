@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.optim.clipping import clip_gradient, gradient_norm
@@ -68,14 +68,16 @@ def run_step(
         except Exception as error:
             step = split_further(error)
     with clock.optimizer:
-        grad_norm = float(_clip(trainer))  # the one place where a step waits for the device
+        parameters = list(trainer.model_wrapped.parameters())  # once: that takes as long as a small step
+        grad_norm = float(_clip(trainer, parameters))  # the one place where a step waits for the device
         learning_rate = float(trainer.optimizer.param_groups[0]["lr"])
         trainer.fire("on_pre_optimizer_step")
         _move(trainer, grad_norm, loss)
         trainer.fire("on_optimizer_step")
     if not trainer.accelerator.optimizer_step_was_skipped and not _goes_by_metric(trainer.lr_scheduler):
         trainer.lr_scheduler.step()
-    trainer.model_wrapped.zero_grad()
+    for parameter in parameters:
+        parameter.grad = None
     return StepOutcome(float(loss), grad_norm, learning_rate)
 
 
@@ -155,10 +157,10 @@ def _samples(trainer: Trainer, step: StepData) -> int:
     return max(sum(each.samples for each in step.micro_batches), 1)
 
 
-def _clip(trainer: Trainer) -> Tensor:
+def _clip(trainer: Trainer, parameters: list[nn.Parameter]) -> Tensor:
     """The gradient's norm; the loss scale is taken out of it, and it is clipped if it is to be."""
     trainer.accelerator.unscale_gradients(trainer.optimizer)
-    limit, parameters = trainer.args.max_grad_norm, trainer.model_wrapped.parameters()
+    limit = trainer.args.max_grad_norm
     return clip_gradient(parameters, limit) if limit > 0 else gradient_norm(parameters)
 
 
