@@ -77,7 +77,7 @@ def test_a_forked_rank_sees_what_a_started_one_sees(tmp_path: Path, kind: str) -
 
     for out in (forked_out, plain_out):
         assert "fork_server" not in out and "rank_main" not in out
-        assert "[rank0]: left" in out
+        assert "]: left" in out  # the other rank may be ended before it comes to that
     if kind == "raise":
         # Which of the two ranks is first is chance.
         ends = [

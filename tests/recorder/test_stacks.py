@@ -59,7 +59,10 @@ stuck()
             time.sleep(0.02)
         time.sleep(0.2)
         assert ask(process.pid)
-        while not (places := main_stack(tmp_path / "rank_0.stacks")) and time.monotonic() < deadline:
+        while True:  # until it has been written to its end, where the main thread stands
+            places = main_stack(tmp_path / "rank_0.stacks")
+            if (places and places[-1].name == "<module>") or time.monotonic() > deadline:
+                break
             time.sleep(0.02)
         assert process.poll() is None  # it was asked, not harmed
         process.kill()
