@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,7 @@ from paceline.comm.select import (
     initialize_process_group,
 )
 from paceline.errors import ArgumentError, BackendUnavailableError
-from tests.ranks import run_ranks
+from tests.ranks import rank_outcomes, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -93,3 +95,23 @@ def wait_for_a_late_rank(rank: int, world_size: int) -> str:
 
 def test_the_timeout_bounds_collectives() -> None:
     assert run_ranks(wait_for_a_late_rank, 2, backend=None) == ["bounded", "late"]
+
+
+def lose_the_store(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 0 holds the store and dies once rank 1 is connected to it."""
+    if rank == 0:
+        port = int(os.environ["MASTER_PORT"])
+        held = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=True)
+        while held.port and not (folder / "connected").exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=20)).set("here", "1")
+    (folder / "connected").touch()
+    initialize_process_group(timeout=timedelta(seconds=20), device=CPU)
+
+
+def test_a_store_that_is_lost_while_the_group_is_made_is_a_lost_peer(tmp_path: Path) -> None:
+    _, second = rank_outcomes(lose_the_store, 2, tmp_path, backend=None)
+    assert "PeerLostError: rank 1 could not make the process group" in str(second.error)
+    assert "Rank 0 holds it" in str(second.error)

@@ -35,6 +35,10 @@ def test_the_main_rank_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
 
 def first_fails(rank: int, world_size: int, folder: Path, kill: bool) -> None:
     args = settings(folder, ddp_timeout=600)
+    if rank == 1:
+        (folder / "has_a_group").touch()
+    while not (folder / "has_a_group").exists():
+        time.sleep(0.01)
     with args.main_process_first(desc="tokenizing"):
         if rank == 0 and kill:
             os.kill(os.getpid(), signal.SIGKILL)

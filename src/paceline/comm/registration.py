@@ -21,7 +21,9 @@ def register() -> None:
 def _create(options: Any, backend_options: Any) -> Any:
     """Loads the process group when the first one is made."""
     from paceline.comm.forked import spare_parent_in_children
+    from paceline.comm.leaving import let_gloo_rest_before_leaving
     from paceline.comm.shared_memory import create_group
 
+    let_gloo_rest_before_leaving()
     spare_parent_in_children()
     return create_group(options, backend_options)

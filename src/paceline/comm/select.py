@@ -19,7 +19,7 @@ from paceline.comm.forked import spare_parent_in_children
 from paceline.comm.native import why_unavailable
 from paceline.comm.registration import register
 from paceline.environment import RankPlace, cpu_requested, rank_place
-from paceline.errors import ArgumentError, BackendUnavailableError
+from paceline.errors import ArgumentError, BackendUnavailableError, PeerLostError
 
 # The names people may write in ``ddp_backend``; the last three live in plug-ins of
 # their vendors or in builds of torch against an MPI library.
@@ -121,6 +121,7 @@ def initialize_process_group(
     Raises:
         BackendUnavailableError: `backend` cannot serve here.
         ArgumentError: another backend was asked for than the one that is up.
+        PeerLostError: the holder of the ranks' store, usually rank 0, ended meanwhile.
     """
     if dist.is_initialized():
         return _group_that_is_up(backend)
@@ -145,8 +146,14 @@ def _bring_up(name: str, timeout: timedelta, place: RankPlace) -> None:
     spare_parent_in_children()
     if place.world_size == 1:
         dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
+        return
+    try:
         dist.init_process_group(name, timeout=timeout)
+    except dist.DistNetworkError as error:
+        raise PeerLostError(
+            f"rank {place.rank} could not make the process group, because the store where ranks meet was "
+            f"lost: {str(error).splitlines()[0]}. Rank 0 holds it, or the launcher: see how that ended"
+        ) from error
 
 
 def _group_that_is_up(requested: str | None) -> BackendChoice:

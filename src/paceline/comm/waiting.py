@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from paceline.comm.job_store import store_of_job
 from paceline.comm.last_words import exception_key, in_words, leave_word_of_uncaught_exceptions
+from paceline.comm.leaving import let_gloo_rest_before_leaving
 from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerFailedError, PeerLostError
 from paceline.recorder.reading import read_state
 from paceline.recorder.ring import recorder
@@ -123,6 +124,7 @@ class Peers:
             self._recorder.introduce(self.global_rank, dist.get_world_size())
             seat = [_host_identity(), os.getpid(), self._recorder.path]
             self._job_store.set(f"seat/{self.global_rank}", json.dumps(seat))
+            let_gloo_rest_before_leaving()
             leave_word_of_uncaught_exceptions()
 
     def in_job(self, ranks: Iterable[int]) -> list[int]:

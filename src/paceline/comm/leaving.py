@@ -1,0 +1,60 @@
+"""A rank leaves the interpreter only when no thread of Gloo is on its way back into it.
+
+A work of Gloo that was started once a backward had run holds Python's context, and so do the callbacks
+of its future. Gloo's thread lets go of them after the ranks that waited were told, so a script may end
+first. A thread that asks for the interpreter while that shuts down is ended where it stands, and in the
+middle of C++ this aborts the process: "terminate called without an active exception".
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import time
+from pathlib import Path
+
+PATIENCE_S = 1.0
+_LOOK_S = 0.002
+_THREADS = Path("/proc/self/task")
+_NAME = "pt_gloo_runloop"
+
+
+def let_gloo_rest_before_leaving() -> None:
+    """From now on, wait at the end of this process until Gloo's threads rest, a second at most."""
+    _at_exit(os.getpid())
+
+
+@functools.cache
+def _at_exit(pid: int) -> None:  # once for a process, and anew in one that was forked
+    atexit.register(_wait_until_gloo_rests)
+
+
+def _wait_until_gloo_rests() -> None:
+    """Until all threads of Gloo slept from one look to the next.
+
+    While we sleep the interpreter is free, so a thread that waits for it runs, and is seen to have.
+    """
+    end = time.monotonic() + PATIENCE_S
+    seen = _sleeps_of_gloo()
+    while seen and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+        before, seen = seen, _sleeps_of_gloo()
+        if seen == before and None not in seen.values():
+            return
+
+
+def _sleeps_of_gloo() -> dict[str, str | None]:
+    """For each thread how often it has gone to sleep, None for one that is awake.
+
+    Empty where there is no /proc.
+    """
+    found = {}
+    for thread in _THREADS.glob("*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if (thread / "comm").read_text().strip() == _NAME:
+                status = (thread / "status").read_text()
+                asleep = "State:\tS" in status
+                found[thread.name] = status.partition("voluntary_ctxt_switches:")[2] if asleep else None
+    return found
