@@ -108,12 +108,18 @@ class Reference:
                 self.outputs[rank][statement.key] = run_forward(net, self.program.model, statement, rank)
 
     def _broadcast_buffers(self) -> None:
-        if self.program.options.broadcast_buffers and self.passes != self.buffers_from_pass:
-            for net in self.nets[1:]:
-                for buffer, first in zip(net.buffers(), self.nets[0].buffers(), strict=True):
-                    if not torch.equal(buffer, first):  # graphs may need those that do not change
-                        buffer.copy_(first)
+        if self.passes != self.buffers_from_pass:
+            self._follow_rank_0()
         self.buffers_from_pass = self.passes
+
+    def _follow_rank_0(self) -> None:
+        """Buffers are replaced and not written: graphs may need them."""
+        if not self.program.options.broadcast_buffers:
+            return
+        for net in self.nets[1:]:
+            for layer, first in zip(net.modules(), self.nets[0].modules(), strict=True):
+                for name, buffer in first.named_buffers(recurse=False):
+                    setattr(layer, name, buffer.clone())
 
     def backward(self, statement: Backward) -> set[int]:
         """Returns the ranks on which it raised."""
@@ -131,13 +137,14 @@ class Reference:
         return raised
 
     def average(self, bypassed: bool) -> None:
-        """What a synchronising backward does to what has been accumulated."""
+        """What a synchronising backward does to what has been accumulated, and to buffers."""
         for parameters in zip(*[self.trained(rank) for rank in range(len(self.nets))], strict=True):
             held = [p.grad.to_dense().double() for p in parameters if p.grad is not None]
             if held:
                 mean = torch.stack(held).sum(0) / len(parameters)
                 for parameter in parameters:
                     parameter.grad = mean.to(parameter.dtype)
+        self._follow_rank_0()
         self.judge_unused(bypassed)
 
     def judge_unused(self, bypassed: bool) -> None:

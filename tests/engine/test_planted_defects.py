@@ -9,6 +9,7 @@ import pytest
 
 from tests import ranks
 from tests.engine import (
+    test_buffers,
     test_faults,
     test_gradients,
     test_more,
@@ -93,6 +94,10 @@ NOTICED_BY: dict[str, tuple[Any, ...]] = {
     ),
     "buffers_are_never_broadcast": (
         test_wrapper.test_buffers_follow_rank_0_at_construction_and_in_training_forwards,
+    ),
+    "buffers_differ_until_the_next_forward": (
+        test_buffers.test_all_ranks_evaluate_and_save_the_model_of_rank_0_after_a_step,
+        False,
     ),
     "buffers_are_broadcast_in_every_forward": (
         test_pass.test_a_step_costs_one_all_reduce_a_bucket_and_nothing_else,

@@ -1,8 +1,10 @@
 """Module buffers follow one rank.
 
-Note "buffers": they are broadcast at the first forward after a backward that synchronised,
-not before each of several forwards. Writing into a buffer that a living graph has saved
-would break its backward, so such a buffer is replaced and not written.
+Note "buffers": they are broadcast twice in a step. At the end of a backward that synchronised, so that
+all ranks evaluate and save the same model; an evaluation that runs on one rank alone could not wait for
+the others. And at the first forward after it, but not before each of several forwards, because they may
+have been changed in between. Writing into a buffer that a living graph has saved would break its
+backward, so such a buffer is replaced and not written.
 
 Note "forms first": a message fits on all ranks only where their buffers have the same names and forms.
 So every pass's tail carries a fingerprint of those (``report_forms``), and what it said then, on all ranks
@@ -13,6 +15,7 @@ by the rank that holds it, which says so in the message's first bytes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -50,7 +53,10 @@ class BufferSync:
         peers: the ranks that hold copies of it.
         ignored: dotted names of buffers that are left alone.
         device: of messages that are about no buffer.
-        enabled: whether forwards broadcast at all.
+        enabled: whether training broadcasts at all.
+
+    Attributes:
+        joining: whether the ranks are in a join context, where buffers follow a rank that still has data.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class BufferSync:
         self._hook: BufferHook | None = None
         self._futures: list[torch.futures.Future[Any]] = []
         self.enabled = enabled
+        self.joining = False
 
     def named(self) -> dict[str, Tensor]:
         """The buffers that are kept equal, by dotted name."""
@@ -122,14 +129,27 @@ class BufferSync:
 
     # -- values -----------------------------------------------------------------------------
 
-    def broadcast(self, source: int) -> None:
+    def after_pass(self, number: int) -> None:
+        """Follow rank 0 at the end of a synchronising pass, if the ranks' buffers have one form.
+
+        Else, and under join, that is left to the next forward.
+        """
+        if self.enabled and self._agreed and self._hook is None and not self.joining:
+            self.broadcast(0, f"backward pass {number}")
+
+    def broadcast(self, source: int, when: str | None = None) -> None:
         """Make every rank's buffers equal to those of rank ``source`` of the group.
+
+        Args:
+            source: the rank that is followed.
+            when: the moment, for error messages; a forward by default.
 
         Raises:
             ReplicaMismatchError: a persistent buffer has another name or form on some rank.
             CommunicationError: a rank did not come, or is gone; it is named.
         """
-        agreed = self._agree(self._words)
+        what = functools.partial(self._words, when)
+        agreed = self._agree(what)
         if not agreed:
             return
         buffers, now = self._table.named(), self._table.forms()
@@ -140,7 +160,7 @@ class BufferSync:
         }
         is_sent = torch.tensor([name in held for name in agreed], device=self._device)
         tensors = [is_sent, *itertools.chain.from_iterable(parts.values())]
-        message = broadcast_values(tensors, self._peers, self._words, source)
+        message = broadcast_values(tensors, self._peers, what, source)
         first = next(message, None)  # None on the source, which by then has sent everything
         if first is not None:
             sent = [name for name, flag in zip(agreed, first[1].tolist(), strict=True) if flag]
@@ -192,12 +212,17 @@ class BufferSync:
                 if held is buffer:
                     layer._buffers[name] = new
 
-    def _words(self) -> str:
+    def _words(self, when: str | None) -> str:
+        if when is None:
+            built = self._passes_seen >= 0
+            when = (
+                f"forward before backward pass {self._passes_seen + 1}"
+                if built
+                else "construction of the wrapper"
+            )
         names = list(self.named())
         shown = ", ".join(names if len(names) <= 3 else [*names[:2], "..."])
-        if self._passes_seen < 0:
-            return f"construction of the wrapper, broadcast of buffers ({shown})"
-        return f"forward before backward pass {self._passes_seen + 1}, broadcast of buffers ({shown})"
+        return f"{when}, broadcast of buffers ({shown})"
 
     # -- the user's own way -----------------------------------------------------------------
 

@@ -291,7 +291,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def verify_replicas(self) -> None:
         """Compare parameters and buffers of all ranks bit for bit; every rank must call it.
 
-        Between a training forward and the next, buffers such as running statistics differ by design.
+        Between a training forward and its backward, buffers such as running statistics differ by design.
 
         Raises:
             ReplicaMismatchError: on every rank, naming the first tensor that differs, where and by how much.
@@ -323,7 +323,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _before_forward(self) -> bool:
         """What precedes a forward with gradients; True if the user's buffer hook is to run after it."""
-        joining = Join.notify_join_context(self) is not None
+        joining = self.buffer_sync.joining = Join.notify_join_context(self) is not None
         if not self._optimizers_taken_over:
             self._take_over_optimizers()
         newcomers = self.reducer.prepare_for_forward(self.training)

@@ -43,6 +43,7 @@ class WrapperJoinHook(JoinHook):
         """One iteration of the others, with nothing to contribute."""
         wrapper = self._wrapper
         wrapper.reducer.prepare_for_forward(training=False)
+        wrapper.buffer_sync.joining = True
         synchronise_buffers(wrapper, has_data=False)
         if agree_to_synchronise(wrapper, has_data=False):
             self._shadowed = True

@@ -342,6 +342,7 @@ class Reducer(TorchReducerNames):
         nowhere = verdict.held_nowhere()
         for bucket in self.layout.buckets:
             bucket.hand_back(nowhere)
+        self.buffers.after_pass(current.number)
         self.statistics.communication_ends(current.number, sum(b.launched for b in self.layout.buckets))
         self._learn(current, verdict)
         self._compare_graph(current)
