@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ class BufferTable:
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._module = module
         self._ignored = ignored
-        self._registries: list[dict[str, Any]] = []  # where modules keep their children and buffers
+        self._registries: list[Callable[[], Iterable[Any]]] = []  # what modules hold: children and buffers
         self._registered: list[object] = []
         self._named: dict[str, Tensor] = {}
         self._persistent: Collection[str] = ()
@@ -93,16 +93,18 @@ class BufferTable:
         self._persistent = {
             f"{prefix}.{key}" if prefix else key
             for prefix, layer in self._module.named_modules()
-            for key in layer._buffers.keys() - layer._non_persistent_buffers_set
+            for key in set(layer._buffers.keys()) - layer._non_persistent_buffers_set
         }
         self._registries = [
-            registry for layer in self._module.modules() for registry in (layer._modules, layer._buffers)
+            registry.values
+            for layer in self._module.modules()
+            for registry in (layer._modules, layer._buffers)  # dicts, or torch.jit's own likes of them
         ]
         self._registered = self._now_registered()
         self._traits = []
 
     def _now_registered(self) -> list[object]:
-        return list(itertools.chain.from_iterable(map(dict.values, self._registries)))
+        return list(itertools.chain.from_iterable(map(operator.call, self._registries)))
 
 
 def parts_of(buffer: Tensor) -> list[Tensor]:

@@ -323,7 +323,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _before_forward(self) -> bool:
         """What precedes a forward with gradients; True if the user's buffer hook is to run after it."""
-        joining = self.buffer_sync.joining = Join.notify_join_context(self) is not None
+        Join.notify_join_context(self)
+        joining = self.buffer_sync.joining = self._join_config.enable
         if not self._optimizers_taken_over:
             self._take_over_optimizers()
         newcomers = self.reducer.prepare_for_forward(self.training)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class TrainedParameters:
         self.specs: list[ParameterSpec] = []
         self.newcomers: list[nn.Parameter] = []  # whose values other ranks have not been given yet
         self._seen: WeakIdKeyDictionary | None = None
-        self._registries: list[dict[str, Any]] = []  # where modules keep their children and parameters
+        self._registries: list[Callable[[], Iterable[Any]]] = []  # what modules hold: children and parameters
         self._registered: list[object] = []
         self._watched: list[nn.Parameter] = []
         self._traits: list[list[Any]] = []  # by trait, then by parameter
@@ -49,7 +49,9 @@ class TrainedParameters:
         self.named = [(name, p) for name, p in self._all_named() if p.requires_grad]
         self.specs = [spec_of(name, p, id(p) in sparse) for name, p in self.named]
         self._registries = [
-            registry for layer in self._module.modules() for registry in (layer._modules, layer._parameters)
+            registry.values
+            for layer in self._module.modules()
+            for registry in (layer._modules, layer._parameters)  # dicts, or torch.jit's own likes of them
         ]
         self._registered = self._now_registered()
         self._watched = [p for _, p in self._all_named()]
@@ -92,7 +94,7 @@ class TrainedParameters:
         self._seen.update(dict.fromkeys(self._watched, True))
 
     def _now_registered(self) -> list[object]:
-        return list(itertools.chain.from_iterable(map(dict.values, self._registries)))
+        return list(itertools.chain.from_iterable(map(operator.call, self._registries)))
 
     def _all_named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)

@@ -22,7 +22,8 @@ COMPILED = "_orig_mod."
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` was given, or ``module`` itself if it is not compiled."""
-    return module._modules.get(COMPILED.rstrip(".")) or module
+    original = getattr(module, COMPILED.rstrip("."), module)
+    return original if isinstance(original, nn.Module) else module
 
 
 def without_compiler_prefix(name: str) -> str:
