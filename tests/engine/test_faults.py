@@ -94,6 +94,45 @@ def test_a_skipped_backward_is_an_error_on_every_rank_and_not_a_wrong_average():
         assert messages[2].startswith("RanksOutOfStepError") and "[3, 4]" in messages[2]
 
 
+class RunsOutOnce(nn.Module):
+    """Its forward raises once on rank 1, in the middle, as where memory runs out."""
+
+    def __init__(self, rank, normalised):
+        super().__init__()
+        self.body, self.fails = Chain(), rank == 1
+        self.norm = nn.BatchNorm1d(4) if normalised else nn.Identity()
+
+    def forward(self, x):
+        hidden = self.body(x)
+        if self.fails:
+            self.fails = False
+            raise MemoryError("too large")
+        return self.norm(hidden)
+
+
+def tried_again(rank, world, normalised):
+    net = RunsOutOnce(rank, normalised)
+    wrapper = DistributedDataParallel(net)
+    for step in range(3):
+        wrapper.zero_grad()
+        try:
+            loss = wrapper(rank_input(rank, step)).square().sum()
+        except MemoryError:
+            loss = wrapper(rank_input(rank, step)).square().sum()
+        loss.backward()
+    return gradients(net)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_forward_that_raised_on_one_rank_can_be_tried_again(normalised):
+    nets = [RunsOutOnce(0, normalised) for _ in range(2)]
+    for rank, net in enumerate(nets):
+        net(rank_input(rank, 2)).square().sum().backward()
+    wanted = {name: (p.grad + nets[1].get_parameter(name).grad) / 2 for name, p in nets[0].named_parameters()}
+    for found in run_ranks(tried_again, 2, normalised, timeout=60):
+        assert_gradients(found, wanted)
+
+
 def freeze_a(net):
     net.a.requires_grad_(False)
 

@@ -75,6 +75,8 @@ def test_tensors_are_found_in_outputs_that_refer_to_themselves():
         found = tensors_in(output)
         assert len(found) == 2
         assert found[0] is a and found[1] is b
+    many = {"ids": list(range(1000)), "of": {number: (number, b) for number in range(3)}, "first": [a, None]}
+    assert {id(tensor) for tensor in tensors_in(many)} == {id(a), id(b)}
     assert tensors_in(Node) == tensors_in("text") == tensors_in(None) == []
 
 

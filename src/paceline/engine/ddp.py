@@ -200,7 +200,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if hook_after:
             self.buffer_sync.run_hook()
         if trains:
-            self.reducer.prepare_for_backward(tensors_in(output))
+            self.reducer.prepare_for_backward(tensors_in(output), self.training)
         return output
 
     @contextlib.contextmanager

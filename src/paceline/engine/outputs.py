@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+# A detector's or tokenizer's output may hold hundreds of thousands of these.
+_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
+
 
 def to_device(values: Any, device: torch.device) -> Any:
     """The same nested containers with every tensor on ``device``."""
@@ -31,13 +34,17 @@ def tensors_in(output: Any) -> list[Tensor]:
         visited[id(value)] = value
         if isinstance(value, Tensor):
             found.append(value)
-        else:
-            waiting += reversed(_parts(value))
+        elif parts := _parts(value):
+            waiting += [part for part in reversed(parts) if type(part) not in _PLAIN]
     return found
 
 
 def _parts(value: Any) -> list[Any]:
     """What ``value`` holds, one level deep; nothing if it is no container."""
+    if type(value) in (list, tuple):
+        return list(value)
+    if type(value) is dict:
+        return list(value.values())
     calls = itertools.count()
     parts = pytree.tree_leaves(value, is_leaf=lambda _: next(calls) > 0)  # only the first call is for `value`
     if len(parts) != 1 or parts[0] is not value:

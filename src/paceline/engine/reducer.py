@@ -104,7 +104,7 @@ class Reducer(TorchReducerNames):
         self._detached = self._retired = False  # retired: a newer wrapper averages
         self._pass: BackwardPass | None = None
         self._abandoned: BackwardPass | None = None
-        self._forwards = 0  # training forwards outside no_sync; in the tail, they show a skipped backward
+        self._forwards = 0  # that trained, outside no_sync; in the tail, they show a skipped backward
         self._lessons = Lessons()
         self._lessons_of = {tuple(self.layout.specs): self._lessons}  # for each set of trained parameters
 
@@ -114,7 +114,7 @@ class Reducer(TorchReducerNames):
         """Before a forward whose backward may follow.
 
         Args:
-            training: whether the module is in training mode; such forwards are counted.
+            training: whether the module is in training mode.
 
         Returns:
             Parameters that the module did not have before: their values are still this rank's own.
@@ -134,7 +134,6 @@ class Reducer(TorchReducerNames):
         if self._pass is not None:
             self._abandon(self._pass)
         if training and self.synchronise:
-            self._forwards += 1
             self.statistics.step_begins()
         self._check_unused()
         self._settle(self.layout.changed)
@@ -142,10 +141,12 @@ class Reducer(TorchReducerNames):
         self._looked = True
         return self.layout.take_newcomers()
 
-    def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
-        """After a forward: see the outermost start of a backward that begins at these tensors."""
+    def prepare_for_backward(self, outputs: Iterable[Tensor], training: bool) -> None:
+        """After a forward, which counts now: see the outermost start of a backward from these tensors."""
         if self._detached:
             return
+        if training and self.synchronise and torch._C._current_graph_task_id() == -1:
+            self._forwards += 1
         self.statistics.forward_ends(self.passes_finished + 1)
         hook = callbacks.call_weakly(self._output_reached)
         for tensor in outputs:
@@ -356,9 +357,8 @@ class Reducer(TorchReducerNames):
             raise self.statistics.note(PeerFailedError(words))
         if not verdict.in_step():
             self._forwards, self.passes_finished = 0, max(verdict.pass_numbers)  # from here in step again
-            raise self.statistics.note(
-                RanksOutOfStepError(words_for_out_of_step(rank, current.number, verdict))
-            )
+            words = words_for_out_of_step(rank, current.number, verdict)
+            raise self.statistics.note(RanksOutOfStepError(words))
 
     def _learn(self, current: BackwardPass, verdict: PassVerdict) -> None:
         """What this pass teaches for the next: order of arrival, parameters often unused."""
