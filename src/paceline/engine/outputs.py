@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import NoneType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 # A detector's or tokenizer's output may hold hundreds of thousands of these.
-_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
+_PLAIN = (int, float, bool, str, bytes, NoneType)
 
 
 def to_device(values: Any, device: torch.device) -> Any:
