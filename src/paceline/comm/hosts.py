@@ -230,9 +230,10 @@ def _spins(ranks: int) -> int:
 
 
 def helpers_of(ranks: int) -> int:
-    """Threads that reduce along with each rank: cores beyond two, one for its program, one for the kernel's thread.
+    """Threads that reduce along with each rank: from its share of the cores, beyond two.
 
-    A few of them have read and written as much as the memory can; more would only wait.
+    Those two are for its program and for the kernel's thread. A few helpers read and write as much as the
+    memory can; more would only wait.
     """
     cores = len(os.sched_getaffinity(0)) // ranks
     return max(0, min(MOST_HELPERS, cores - 2))
