@@ -5,8 +5,9 @@
     pip install 'paceline[mpi]'                               brings MPICH along
 
 Contenders take turns in the same processes, many short rounds each, so that whatever else the machine does
-falls on all of them alike. A time is that of the quickest round, of which each took as long as its slowest
-rank: disturbances only ever add.
+falls on all of them alike. A round lasts from when its first rank begins until its last one is through, and
+follows an untimed run of the same, so that caches hold what the contender leaves there. A time is that of
+the quickest round: disturbances only ever add.
 
     gloo     torch.distributed over TCP loopback
     mpich    MPI_Allreduce, in place, through mpi4py
@@ -14,8 +15,10 @@ rank: disturbances only ever add.
     arena    shm, a tensor from the group's `allocate_tensor`: reduced in place
     bound    what reducing in place cannot beat. Each rank has to read its slice of every rank's tensor once
              and to write it once, in sum as many bytes as its own tensor has. So: all ranks at once each read
-             and write their own tensor once without leaving it. Two ways are tried, `x.neg_()` and copying
-             each half of the tensor over the other; the quicker one counts
+             and write their own tensor once without leaving it, as often in a round as `arena` does. Two
+             ways are tried, `x.neg_()` and copying each half of the tensor over the other; the quicker one
+             counts. Where ranks outnumber cores it says what these cores can do, if they never had to wait
+             for each other. A rank alone has nothing to move, and no bound
 """
 
 from __future__ import annotations
@@ -60,37 +63,48 @@ def measure(options: argparse.Namespace) -> Times:
         }
         if options.mpi_rank:
             runs["mpich"] = mpi_all_reduce(plain)
-        if size >= BOUND_FROM:
-            runs["negate"] = tensor.neg_
-            runs["swap"] = copying_halves(tensor)
-        times[size] = quickest(runs, options.rounds)
-        if size >= BOUND_FROM:
+        repeats = {name: agreed_repeats(run, shm) for name, run in runs.items()}
+        if size >= BOUND_FROM and dist.get_world_size() > 1:
+            runs |= {"negate": tensor.neg_, "swap": copying_halves(tensor)}
+            repeats |= dict.fromkeys(("negate", "swap"), repeats["arena"])
+        times[size] = quickest(runs, repeats, options.rounds, shm)
+        if "negate" in runs:
             times[size]["bound"] = min(times[size].pop("negate"), times[size].pop("swap"))
     return times
 
 
-def quickest(runs: dict[str, Run], n_rounds: int) -> dict[str, float]:
+def quickest(
+    runs: dict[str, Run], repeats: dict[str, int], n_rounds: int, together: dist.ProcessGroup
+) -> dict[str, float]:
     """Seconds of one run of each, taking turns."""
-    repeats = {name: agreed_repeats(run) for name, run in runs.items()}
-    rounds = [[timed(run, repeats[name]) for name, run in runs.items()] for _ in range(n_rounds)]
-    slowest = torch.tensor(rounds, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return dict(zip(runs, slowest.min(dim=0).values.tolist(), strict=True))
+    rounds = [[timed(run, repeats[name], together) for name, run in runs.items()] for _ in range(n_rounds)]
+    lasted = seconds_of_all_ranks(rounds) / torch.tensor(list(repeats.values()))
+    return dict(zip(runs, lasted.min(dim=0).values.tolist(), strict=True))
 
 
-def agreed_repeats(run: Run) -> int:
-    timed(run, 2)
-    one = torch.tensor(timed(run, 2), dtype=torch.float64)
-    dist.all_reduce(one, dist.ReduceOp.MAX)
-    return max(1, min(500, int(ROUND_S / one.item())))
+def agreed_repeats(run: Run, together: dist.ProcessGroup) -> int:
+    timed(run, 2, together)
+    seconds = seconds_of_all_ranks([[timed(run, 2, together)]]).item() / 2
+    return max(1, min(500, int(ROUND_S / seconds)))
 
 
-def timed(run: Run, repeats: int) -> float:
-    dist.barrier()
-    began = time.perf_counter()
+def timed(run: Run, repeats: int, together: dist.ProcessGroup) -> tuple[float, float]:
+    """When this rank began and ended, on the clock of the host; ranks begin together."""
+    run()
+    dist.barrier(together)  # of shm: ranks leave it within a microsecond, and one of Gloo's within a hundred
+    began = time.clock_gettime(time.CLOCK_MONOTONIC)
     for _ in range(repeats):
         run()
-    return (time.perf_counter() - began) / repeats
+    return began, time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def seconds_of_all_ranks(rounds: list[list[tuple[float, float]]]) -> Tensor:
+    """From the first rank's begin to the last one's end, `[round, contender]`."""
+    began, ended = torch.tensor(rounds, dtype=torch.float64).unbind(-1)
+    began, ended = began.contiguous(), ended.contiguous()
+    dist.all_reduce(began, dist.ReduceOp.MIN)
+    dist.all_reduce(ended, dist.ReduceOp.MAX)
+    return ended - began
 
 
 def copying_halves(tensor: Tensor) -> Run:
@@ -148,7 +162,7 @@ def table(times: Times) -> str:
     for size, row in times.items():
         columns = "".join(f"{row[name] * 1e6:>12.1f}" if name in row else f"{'-':>12}" for name in CONTENDERS)
         mpich = f"{row['mpich'] / row['arena']:.1f}" if "mpich" in row else "-"
-        bound = f"{row['bound'] / row['arena']:.0%}" if "bound" in row else ""
+        bound = f"{row['bound'] / row['arena']:.0%}" if "bound" in row else "-"
         ratios = f"{row['gloo'] / row['staged']:>11.1f}  {row['gloo'] / row['arena']:>10.1f}  {mpich:>11}"
         lines.append(f"{size:>11,}{columns}   {ratios}  {size / row['arena'] / 2**30:>5.1f}  {bound:>11}")
     return "\n".join(lines)
@@ -208,6 +222,7 @@ def main(arguments: list[str]) -> None:
         Path(options.json).write_text(json.dumps({"title": title, "seconds": all_times}, indent=1))
     if options.png:
         draw(all_times, options.png, title)
+        print(f"\ndrawn in {options.png}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """What averaging gradients costs: a training step minus the same step of the unwrapped model.
 
     python benchmarks/synchronisation.py                     2 ranks
-    python benchmarks/synchronisation.py --ranks 4 --model transformer
+    python benchmarks/synchronisation.py --ranks 2 4 --model transformer
 
 The models are those of step.py. Every wrapper trains its own copy in the same processes, one step each in
 turn; a step is forward, backward, SGD and zero_grad, started by all ranks together, and as long as that of
 the slowest rank. Times are medians over the rounds. `sync` is the step minus that of the model `alone`, on
-all ranks at once; the last columns hold it against torch's DDP over Gloo, and the step too.
+all ranks at once; the last columns hold it against torch's DDP over Gloo, and the step too. At the end
+stand the step and the synchronisation of torch's DDP over Gloo beside paceline's over shm, for all models.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,8 @@ from step import WORKLOADS, Workload  # beside this file
 from torch import nn
 
 ALONE, PEER, OURS = "alone", "torch DDP, gloo", "paceline, shm"
+
+Times = dict[str, float]  # {wrapper: seconds}
 
 
 def wrappers() -> dict[str, Callable[[nn.Module], nn.Module]]:
@@ -51,7 +56,7 @@ def wrappers() -> dict[str, Callable[[nn.Module], nn.Module]]:
     }
 
 
-def measure(rank: int, workload: Workload, options: argparse.Namespace) -> dict[str, float]:
+def measure(rank: int, workload: Workload, options: argparse.Namespace) -> Times:
     """Median seconds of a step, `{wrapper: seconds}`; equal on all ranks."""
     torch.manual_seed(0)
     model = workload.build()
@@ -80,19 +85,31 @@ def measure(rank: int, workload: Workload, options: argparse.Namespace) -> dict[
     return dict(zip(modules, (statistics.median(column) for column in times.T.tolist()), strict=True))
 
 
-def rank_main(rank: int, folder: str, name: str, options: argparse.Namespace) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
+def rank_main(rank: int, world_size: int, folder: str, model: str, options: argparse.Namespace) -> None:
+    torch.set_num_threads(threads_of(world_size))
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ranks
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
     )
-    times = measure(rank, WORKLOADS[name], options)
+    times = measure(rank, WORKLOADS[model], options)
     if rank == 0:
-        print("\n".join(lines(name, times)), flush=True)
+        Path(folder, "times").write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def lines(model: str, times: dict[str, float]) -> list[str]:
+def threads_of(world_size: int) -> int:
+    return max(1, (os.cpu_count() or 1) // world_size)
+
+
+def run_ranks(world_size: int, model: str, options: argparse.Namespace) -> Times:
+    os.environ["OMP_NUM_THREADS"] = str(threads_of(world_size))
+    with tempfile.TemporaryDirectory(prefix="paceline-sync-") as folder:
+        mp.spawn(rank_main, args=(world_size, folder, model, options), nprocs=world_size)
+        times: Times = json.loads(Path(folder, "times").read_text())
+    return times
+
+
+def lines(model: str, times: Times) -> list[str]:
     alone, peer = times[ALONE], times[PEER]
     rows = []
     for name, seconds in times.items():
@@ -104,11 +121,28 @@ def lines(model: str, times: dict[str, float]) -> list[str]:
     return rows
 
 
+def summary(all_times: dict[tuple[int, str], Times]) -> str:
+    """torch's DDP over Gloo beside ours over shm: one line for each number of ranks and model."""
+    rows = [
+        f"{'':26} {'step, ms':^25}  {'synchronisation, ms':^25}",
+        f"{'ranks':>5} {'model':20} {'torch':>8} {'paceline':>8} {'ratio':>7}"
+        f"  {'torch':>8} {'paceline':>8} {'ratio':>7}",
+    ]
+    for (world_size, model), times in all_times.items():
+        steps = times[PEER], times[OURS]
+        syncs = tuple(step - times[ALONE] for step in steps)
+        columns = "  ".join(
+            f"{peer * 1e3:>8.2f} {ours * 1e3:>8.2f} {ours / peer:>7.2f}" for peer, ours in (steps, syncs)
+        )
+        rows.append(f"{world_size:>5} {model:20} {columns}")
+    return "\n".join(rows)
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--model", choices=WORKLOADS, action="append", help="may be given several times")
@@ -117,12 +151,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.ranks)))
-    print(f"torch {torch.__version__}, {options.ranks} ranks, {os.cpu_count()} cores")
-    print(f"{'':37} {'step, ms':>9} {'sync, ms':>9} {'sync ratio':>10} {'step ratio':>10}", flush=True)
-    for name in options.model or WORKLOADS:
-        with tempfile.TemporaryDirectory(prefix="paceline-sync-") as folder:
-            mp.spawn(rank_main, args=(folder, name, options), nprocs=options.ranks)
+    all_times: dict[tuple[int, str], Times] = {}
+    for world_size in options.ranks:
+        print(f"torch {torch.__version__}, {world_size} ranks, {os.cpu_count()} cores")
+        print(f"{'':37} {'step, ms':>9} {'sync, ms':>9} {'sync ratio':>10} {'step ratio':>10}", flush=True)
+        for model in options.model or WORKLOADS:
+            times = all_times[world_size, model] = run_ranks(world_size, model, options)
+            print("\n".join(lines(model, times)), flush=True)
+        print()
+    print(summary(all_times))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,17 @@ def test_the_kernel_with_threads_as_ranks(checker, tmp_path):
     assert done.stdout.count("fine") == 5
 
 
+def test_the_kernel_alone_can_be_timed(tmp_path):
+    if shutil.which("make") is None or shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    what = [f"BUILD={tmp_path}", "TIMED_RANKS=1 3", "TIMED_BYTES=4 40000", "ROUNDS=2"]
+    command = ["make", "-s", "-C", str(HARNESS), "time", *what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    timed = [line.partition(", us:")[0] for line in done.stdout.splitlines()]
+    assert timed == ["1 ranks, 4 bytes", "1 ranks, 40000 bytes", "3 ranks, 4 bytes", "3 ranks, 40000 bytes"]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_random_collectives(world_size):
     run_ranks(compare, world_size, 80, world_size, timeout=100, backend="gloo", group_timeout=60)

@@ -175,7 +175,8 @@ static pl_group *join(int rank)
     void *mapped[MOST_RANKS];
     for (int r = 0; r < n_ranks; r++)
         mapped[r] = arenas[r];
-    pl_group *group = pl_open(rank, n_ranks, board, mapped, ARENA, STAGE, ends[rank], NULL, 0, rank % 2 ? 100 : 0);
+    pl_group *group = pl_open(rank, n_ranks, board, mapped, ARENA, STAGE, ends[rank], NULL, 0, rank % 2 ? 100 : 0,
+                              rank % 3);
     CHECK(group, "rank %d", rank);
     return group;
 }

@@ -28,6 +28,7 @@ from paceline.comm.arena import Arena, SharedFile, anonymous_file
 from paceline.errors import BackendUnavailableError
 
 STAGE_BYTES = 512 * 1024  # of one staging area: a piece stays in the caches between copy and reduction
+MOST_HELPERS = 3
 JOIN_TIMEOUT_S = 60.0
 _HELLO = struct.Struct("<16sIQ")  # token, rank in the group, bytes of arena
 
@@ -97,6 +98,7 @@ class Neighbours:
             sockets,
             [*(number for number in sockets if number >= 0), self.arena.file.descriptor],
             _spins(len(self.ranks)),
+            helpers_of(len(self.ranks)),
         )
 
     def disconnect(self) -> None:
@@ -225,3 +227,13 @@ def _hear_hello(connection: socket.socket, token: bytes, neighbours: Neighbours,
 def _spins(ranks: int) -> int:
     """How often to look before sleeping: some 50 us where every rank has a core, else hardly."""
     return 2000 if ranks <= len(os.sched_getaffinity(0)) else 20
+
+
+def helpers_of(ranks: int) -> int:
+    """Threads that reduce along with each rank: from its share of the cores, beyond two.
+
+    Those two are for its program and for the kernel's thread. A few helpers read and write as much as the
+    memory can; more would only wait.
+    """
+    cores = len(os.sched_getaffinity(0)) // ranks
+    return max(0, min(MOST_HELPERS, cores - 2))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paceline.errors import BackendUnavailableError
 
-ABI = 6  # PL_ABI in shm.h
+ABI = 7  # PL_ABI in shm.h
 STAGE_TURNS = 3
 _REFUSED = (1 << 64) - 1  # PL_REFUSED, as ctypes gives pointers
 LIBRARY = Path(__file__).parent / "libpaceline_shm.so"
@@ -136,6 +136,7 @@ class Group:
         sockets: for each rank a connected socket that breaks when it ends, -1 for this rank.
         descriptors: what forked children must close.
         spins: how often to look for the others before sleeping.
+        helpers: threads that reduce along with the one that carries out a collective.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Group:
         sockets: Sequence[int],
         descriptors: Sequence[int],
         spins: int,
+        helpers: int,
     ) -> None:
         self._library = load()
         self._closed = False
@@ -163,6 +165,7 @@ class Group:
             (ctypes.c_int * len(descriptors))(*descriptors),
             len(descriptors),
             spins,
+            helpers,
         )
         if not self._address:
             raise MemoryError("no memory for a shared-memory process group")
@@ -310,7 +313,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
         "pl_board_bytes": (size, [integer]),
         "pl_open": (
             address,
-            [integer, integer, address, address, size, size, address, address, integer, integer],
+            [integer, integer, address, address, size, size, address, address, integer, integer, integer],
         ),
         "pl_close": (None, [address]),
         "pl_free": (None, [address]),

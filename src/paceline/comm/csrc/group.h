@@ -7,6 +7,7 @@
 #include <stdbool.h>
 #include <time.h>
 
+#include "helpers.h"
 #include "shm.h"
 
 #define PL_LINE 64 /* bytes of a cache line: what different ranks write lies in different ones */
@@ -64,6 +65,7 @@ struct pl_group {
     _Atomic(pl_op *) spare;    /* the memory of an operation that is over, for the next one */
     bool running, has_thread;
     pthread_t thread;
+    pl_helpers *helpers;       /* of whoever runs an operation; NULL where it is alone */
     uint64_t submitted;
     int *fds;                  /* closed in forked children */
     int n_fds;
@@ -87,6 +89,9 @@ struct timespec pl_after(double seconds);
 double pl_seconds_until(const struct timespec *when);
 void pl_sleep_on(_Atomic uint32_t *word, uint32_t seen, double seconds, bool across_processes);
 void pl_wake_all(_Atomic uint32_t *word, bool across_processes);
+
+/* queue.c: starts a thread; signals are for the threads of the program. */
+bool pl_start_thread(pthread_t *thread, void *(*run)(void *), void *argument);
 
 /* shm.c: runs an operation; PL_PENDING when the other ranks did not come within patience_s. */
 int pl_execute(pl_group *group, pl_op *op, double patience_s);

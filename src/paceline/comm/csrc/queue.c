@@ -102,7 +102,7 @@ static int *copy_of(const int *values, int n)
 }
 
 pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t arena_bytes, size_t stage_bytes,
-                  const int *sockets, const int *fds, int n_fds, int spins)
+                  const int *sockets, const int *fds, int n_fds, int spins, int helpers)
 {
     pl_group *group = calloc(1, sizeof *group + (size_t)size * sizeof group->arenas[0]);
     if (!group)
@@ -124,6 +124,7 @@ pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t a
         return NULL;
     }
     memcpy(group->arenas, arenas, (size_t)size * sizeof group->arenas[0]);
+    group->helpers = pl_hire(helpers);
     list_as_open(group);
     return group;
 }
@@ -207,16 +208,20 @@ static void *run_all(void *argument)
     }
 }
 
-/* With the lock held. Signals are for the threads of the program. */
-static bool start_thread(pl_group *group)
+bool pl_start_thread(pthread_t *thread, void *(*run)(void *), void *argument)
 {
-    if (group->has_thread)
-        return true;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    group->has_thread = pthread_create(&group->thread, NULL, run_all, group) == 0;
+    const bool started = pthread_create(thread, NULL, run, argument) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return started;
+}
+
+/* With the lock held. */
+static bool start_thread(pl_group *group)
+{
+    group->has_thread = group->has_thread || pl_start_thread(&group->thread, run_all, group);
     return group->has_thread;
 }
 
@@ -362,7 +367,10 @@ void pl_close(pl_group *group)
         pthread_cond_wait(&group->changed, &group->lock);
     pl_op *op = group->head;
     group->head = NULL;
+    pl_helpers *helpers = group->helpers;
+    group->helpers = NULL;
     pthread_mutex_unlock(&group->lock);
+    pl_dismiss(helpers);
     while (op) {
         pl_op *next = op->next;
         complete(group, op, PL_CLOSED);

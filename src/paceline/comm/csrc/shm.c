@@ -22,6 +22,7 @@
 #include <string.h>
 
 #include "group.h"
+#include "helpers.h"
 #include "reduce.h"
 
 typedef struct {
@@ -173,8 +174,8 @@ static void combine(const pl_group *group, const pl_op *op, const char *const *f
     double factors[group->size];
     for (int r = 0; r < group->size; r++)
         factors[r] = call_of(group, op, r)->factor;
-    pl_combine(op->call.type, op->call.reduction, (const void *const *)from, factors, group->size,
-               (void *const *)to, n_to, n);
+    pl_combine_together(group->helpers, op->call.type, op->call.reduction, (const void *const *)from, factors,
+                        group->size, (void *const *)to, n_to, n);
 }
 
 /* Everything a rank takes out of one piece, when it needs no result that another rank computes. */

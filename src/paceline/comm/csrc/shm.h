@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PL_ABI 6
+#define PL_ABI 7
 
 enum { PL_STAGE_TURNS = 3, PL_EAGER_BYTES = 8192, PL_TINY_BYTES = 1024, PL_NOWHERE = -1 };
 
@@ -76,9 +76,11 @@ size_t pl_board_bytes(int size);
 
 /* arenas[r]: where rank r's arena is mapped here, this rank's with arena_bytes; its first PL_STAGE_TURNS * stage_bytes are the staging area.
  * sockets[r]: a connected socket that breaks when rank r's process ends, or -1.
- * fds, n_fds: descriptors to close in forked children. Returns NULL when memory is out. */
+ * fds, n_fds: descriptors to close in forked children.
+ * spins: most looks at the other ranks before this one sleeps. helpers: threads that reduce along with it.
+ * Returns NULL when memory is out. */
 pl_group *pl_open(int rank, int size, void *board, void *const *arenas, size_t arena_bytes, size_t stage_bytes,
-                  const int *sockets, const int *fds, int n_fds, int spins);
+                  const int *sockets, const int *fds, int n_fds, int spins, int helpers);
 
 /* Ends the group's thread; what is in flight fails with PL_CLOSED, also where another thread waits for it.
  * After it nobody touches the mapped memory, which is the caller's. */
