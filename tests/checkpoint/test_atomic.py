@@ -15,7 +15,13 @@ import pytest
 import torch
 
 from paceline.checkpoint import save
-from paceline.checkpoint.atomic import remove_leftovers, whole_file, whole_files, whole_folder
+from paceline.checkpoint.atomic import (
+    remove_folder,
+    remove_leftovers,
+    whole_file,
+    whole_files,
+    whole_folder,
+)
 
 WRITER = """
 import sys, torch
@@ -101,6 +107,46 @@ def test_leftovers_of_killed_writers_go(tmp_path: Path) -> None:
     (tmp_path / ".aside-mine-abc").mkdir()
     remove_leftovers(tmp_path, "checkpoint-")
     assert os.listdir(tmp_path) == [".aside-mine-abc"]
+
+
+def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
+    """Two runs may share a folder, and so may ranks of several machines."""
+    with whole_folder(tmp_path / "checkpoint-4") as aside:
+        (aside / "file").write_text("new")
+        remove_leftovers(tmp_path, "checkpoint-")
+    assert (tmp_path / "checkpoint-4" / "file").read_text() == "new"
+    with whole_folder(tmp_path / "checkpoint-5"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-4", "checkpoint-5"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from paceline.checkpoint.atomic import whole_folder
+with whole_folder(Path(sys.argv[1]) / "checkpoint-4") as aside:
+    (aside / "file").write_text("new")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_was_writing_is_one(tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "src"
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, timeout=60, check=False)
+    assert len(os.listdir(tmp_path)) == 1
+    remove_leftovers(tmp_path, "checkpoint-")
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_may_write_one_folder(tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "checkpoint-4") as first, whole_folder(tmp_path / "checkpoint-4") as second:
+        (first / "file").write_text("first")
+        (second / "file").write_text("second")
+    assert (tmp_path / "checkpoint-4" / "file").read_text() == "first"  # its block was the last to end
+    remove_folder(tmp_path / "checkpoint-4")
+    remove_folder(tmp_path / "checkpoint-4")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_is_not_there_before_its_block_ends(tmp_path: Path) -> None:

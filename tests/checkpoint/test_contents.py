@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,41 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         model_files.load_model(nn.Sequential(nn.Linear(2, 3)), tmp_path)
     with pytest.raises(CheckpointError, match=r"neither model.safetensors nor pytorch_model.bin"):
         model_files.load_model(nn.Linear(2, 2), tmp_path / "nowhere")
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder that is used without root's privileges, for which no folder is closed."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        before = os.geteuid()
+        os.seteuid(before or 65534)  # nobody
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(before)
+
+
+@pytest.mark.parametrize("closed", ["checkpoint-10", "checkpoint-10/manifest.json", "checkpoint-10/weights"])
+def test_what_cannot_be_read_is_named_and_passed_over(shared_folder: Path, closed: str) -> None:
+    make(shared_folder, 5)
+    make(shared_folder, 10)
+    os.chmod(shared_folder / closed, 0)
+    search = contents.newest_complete(shared_folder)
+    assert search.found == shared_folder / "checkpoint-5"
+    ((_, reason),) = search.skipped
+    assert "cannot be read" in reason
+    assert "Permission denied" in reason
+    os.chmod(shared_folder / closed, 0o700)
+
+
+def test_what_cannot_be_deleted_stays_and_stops_nobody(
+    shared_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (5, 10, 15):
+        make(shared_folder, step)
+    os.chmod(shared_folder / "checkpoint-5", 0o500)
+    assert contents.keep_newest(shared_folder, 1, None) == [shared_folder / "checkpoint-10"]
+    assert "checkpoint-5 cannot be deleted, so it stays" in caplog.text
+    assert sorted(os.listdir(shared_folder)) == ["checkpoint-15", "checkpoint-5"]
+    os.chmod(shared_folder / "checkpoint-5", 0o700)

@@ -267,7 +267,6 @@ def test_old_names_are_no_fields_and_new_ones_are() -> None:
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        ({"dispatch_batches": True}, "dispatch_batches"),
         ({"gradient_accumulation_kwargs": {"adjust_scheduler": False}}, "adjust_scheduler"),
         ({"gradient_accumulation_kwargs": {"num_steps": 3}}, "num_steps"),
         ({"speed": 9}, "speed"),

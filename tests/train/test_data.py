@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline.errors import ArgumentError
 from paceline.train.batches import UsedEntries, batch_size_of, default_collate, to_device
-from paceline.train.data import EpochPlan, StepBatches, own_eval_batches, train_loader
+from paceline.train.data import EpochPlan, StepBatches, eval_batches, train_loader
 from paceline.train.orders import EpochOrder, LengthGroupedOrder, even_part, lengths_of
 from paceline.train.sampler import DistributedSampler
 from tests.train.models import settings
@@ -219,7 +219,7 @@ def test_ranks_evaluate_equally_many_batches(
     dealt = []
     for rank in range(2):
         monkeypatch.setattr(type(args), "process_index", rank)
-        dealt.append(own_eval_batches(range(size), args))
+        dealt.append(eval_batches(range(size), args).own)
     assert len(dealt[0]) == len(dealt[1])
     assert [index for batches in dealt for batch in batches for index in batch] == list(range(size))
     assert max(len(batch) for batches in dealt for batch in batches) <= per_rank

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline.checkpoint import contents
 from paceline.train.callbacks import TrainerCallback
@@ -35,10 +36,12 @@ class Terminates(TrainerCallback):
 
 def train(folder: Path, callbacks: Any = (), resume: bool | None = None, **changes: Any) -> Trainer:
     values = {"max_steps": 6, "save_strategy": "steps", "save_steps": 100, "optim": "adamw_torch", **changes}
+    eval_dataset = values.pop("eval_dataset", None)
     trainer = Trainer(
         Regression(dropout=0.2),
         settings(folder, **values),
         train_dataset=Points(21),
+        eval_dataset=eval_dataset,
         callbacks=list(callbacks),
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -84,6 +87,65 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None
     outcomes = rank_outcomes(interrupted_rank, 2, tmp_path, backend=None)
     assert [outcome.value for outcome in outcomes] == [EXIT_CODE, EXIT_CODE]
     assert [folder.name for folder in contents.list_checkpoints(tmp_path)] == ["checkpoint-2"]
+
+
+class TerminatesAt(TrainerCallback):
+    """Sends rank 1 SIGTERM when an event fires at a step, once."""
+
+    def __init__(self, event: str, step: int, entry: str | None = None) -> None:
+        self.entry, self.step = entry, step
+        setattr(self, event, self.notice)
+
+    def notice(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        due = self.entry is None or self.entry in state.log_history[-1]
+        if due and state.global_step == self.step and args.process_index == 1:
+            self.step = -1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+# Name -> event, step, and what the latest entry of the log must hold. An epoch has 3 steps, the run 6.
+LATE_MOMENTS: dict[str, tuple[str, int, str | None]] = {
+    "the last step of an epoch": ("on_step_end", 3, None),
+    "the end of an epoch": ("on_epoch_end", 3, None),
+    "the last step": ("on_step_end", 6, None),
+    "the last evaluation": ("on_evaluate", 6, None),
+    "the last checkpoint": ("on_save", 6, None),
+    "the last epoch's end": ("on_epoch_end", 6, None),
+    "the last step's log": ("on_log", 6, "loss"),
+    "the run's log": ("on_log", 6, "train_loss"),
+}
+
+
+def interrupted_late(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Where each interrupted run left off, and the weights of the run that goes on from there."""
+
+    def run(name: str, callbacks: Any = ()) -> Trainer:
+        return train(
+            folder / name, callbacks, eval_strategy="steps", eval_steps=3, save_steps=3,
+            per_device_train_batch_size=4, eval_dataset=Points(5),
+        )  # fmt: skip
+
+    found: dict[str, Any] = {"undisturbed": (6, weights(run("undisturbed").model))}
+    for name, moment in LATE_MOMENTS.items():
+        with pytest.raises(SystemExit, match="143"):
+            run(name, [TerminatesAt(*moment)])
+        dist.barrier()  # rank 0 has left its mark
+        step = json.loads((folder / name / MARK).read_text())["step"]
+        dist.barrier()
+        found[name] = step, weights(run(name).model)
+    dist.barrier()
+    assert not list(folder.glob(f"*/{MARK}"))
+    return found
+
+
+def test_wherever_it_comes_the_next_start_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    outcomes = rank_outcomes(interrupted_late, 2, tmp_path, timeout=100)
+    for outcome in outcomes:
+        assert outcome.returned, outcome
+        _, want = outcome.value["undisturbed"]
+        for name, (step, found) in outcome.value.items():
+            assert step == (3 if "an epoch" in name else 6), name
+            torch.testing.assert_close(found, want, rtol=0, atol=0, msg=name)
 
 
 @pytest.mark.parametrize(

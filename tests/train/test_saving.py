@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,3 +198,20 @@ def test_a_checkpoint_written_behind_is_the_one_written_at_once(tmp_path: Path) 
         assert behind.files[name] == at_once.files[name], name
     assert set(behind.files) == set(at_once.files)
     assert behind.progress == at_once.progress
+
+
+def save_on_each_machine(rank: int, world_size: int, folder: Path) -> None:
+    """Each rank is the first of its machine, and both machines see one output folder."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    args = settings(
+        folder, save_strategy="steps", save_steps=1, max_steps=12, save_total_limit=2, save_on_each_node=True
+    )
+    trainer = Trainer(Regression(), args, train_dataset=Points(21))
+    trainer.train()
+
+
+def test_machines_may_share_a_folder(tmp_path: Path) -> None:
+    run_ranks(save_on_each_machine, 2, tmp_path)
+    names = [name for name in sorted(os.listdir(tmp_path)) if "checkpoint" in name]
+    assert names == ["checkpoint-11", "checkpoint-12"]
+    assert contents.flaw(tmp_path / "checkpoint-12") is None

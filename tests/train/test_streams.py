@@ -80,7 +80,7 @@ def test_shares_make_up_the_stream(
 
 def test_an_epoch_is_a_function_of_the_seed_and_its_number() -> None:
     def labels(epoch: int, seed: int = 1, skipped: int = 0) -> list[float]:
-        stream = Stream(Flow(), Dealing(4, 1, 0, seed, True))
+        stream = Stream(Flow(), Dealing(4, 1, range(1), seed, True))
         stream.start_at(epoch, skipped)
         random.seed(epoch * 100 + skipped)  # what others have drawn makes no difference
         return [float(sample["labels"]) for raw in stream for sample in raw.samples]

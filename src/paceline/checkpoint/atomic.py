@@ -5,10 +5,18 @@
 A rename within one file system is atomic: whoever looks sees the old content or
 the new one. Without the fsync before it, a power loss can leave the new name with
 no content behind it.
+
+Note "who is at work". Killed writers leave folders behind that nobody else will delete. Such a folder
+cannot be told by its looks from one that another run, or a rank of another machine, is writing at this
+moment. So whoever writes one holds a shared lock on it, which the system lets go of when the process ends,
+however it ends. A folder that cannot be locked for oneself alone (as on NFS) is taken to be in use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -79,17 +87,12 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"{ASIDE_PREFIX}{target.name}-", dir=target.parent))
-    try:
+    with _folder_aside(target) as aside:
         yield aside
         sync_tree(aside)
         os.chmod(aside, _usual_mode(folder=True))
-        if target.exists():
+        while not _renamed(aside, target):
             remove_folder(target)
-        os.rename(aside, target)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     sync_folder(target.parent)
 
 
@@ -115,19 +118,65 @@ def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder without ever leaving half of it under its name."""
-    aside = Path(tempfile.mkdtemp(prefix=f"{ASIDE_PREFIX}{path.name}-", dir=path.parent))
-    os.rename(path, aside / path.name)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Delete a folder without ever leaving half of it under its name; it may be gone already."""
+    with _folder_aside(path) as aside, contextlib.suppress(FileNotFoundError):
+        os.rename(path, aside / path.name)
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Delete what killed writers of folders named `name...` left in `folder`.
-
-    Call it only while nobody else writes such a folder there.
-    """
+    """Delete what killed writers of folders named `name...` left in `folder`; what is being written stays."""
     for path in folder.glob(f"{ASIDE_PREFIX}{name}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _folder_aside(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, in use for the length of the block; what is left of it is deleted."""
+    with contextlib.ExitStack() as stack:
+        aside = _make_aside(target)
+        while not _taken(aside, stack):
+            aside = _make_aside(target)
+        stack.callback(shutil.rmtree, aside, ignore_errors=True)
+        yield aside
+
+
+def _make_aside(target: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{ASIDE_PREFIX}{target.name}-", dir=target.parent))
+
+
+def _taken(aside: Path, stack: contextlib.ExitStack) -> bool:
+    """Mark a new folder as in use until `stack` ends; False if it was taken for a leftover before that."""
+    with contextlib.suppress(FileNotFoundError):
+        stack.enter_context(_locked(aside, fcntl.LOCK_SH))
+    return aside.exists()
+
+
+@contextmanager
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    """The block in which `folder` is locked, where the file system can do that.
+
+    Raises:
+        OSError: it is to be locked for oneself alone, and cannot be.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.nullcontext() if how & fcntl.LOCK_EX else contextlib.suppress(OSError):
+            fcntl.flock(handle, how)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _renamed(aside: Path, target: Path) -> bool:
+    """Give `aside` the name `target`, unless a folder with something in it has that name."""
+    try:
+        os.rename(aside, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 def sync_tree(folder: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import Any
 
 from paceline.checkpoint.atomic import remove_folder, write_text
 from paceline.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -91,11 +94,17 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def flaw(folder: Path) -> str | None:
-    """Why `folder` is not a complete checkpoint, naming the file; None if it is one."""
+    """Why `folder` is not a complete checkpoint that can be read, naming the file; None if it is one."""
     try:
-        manifest = read_manifest(folder)
+        return _first_flaw(folder)
     except CheckpointError as error:
         return str(error)
+    except OSError as error:
+        return f"it cannot be read ({error})"
+
+
+def _first_flaw(folder: Path) -> str | None:
+    manifest = read_manifest(folder)
     if manifest is None:
         return f"it has no {MANIFEST}, so it was not finished or was not written by paceline"
     for name, facts in manifest.files.items():
@@ -141,7 +150,7 @@ def keep_newest(output_dir: Path, limit: int | None, best: Path | None) -> list[
     """Delete the oldest checkpoints until `limit` are left; `best` is never deleted.
 
     Returns:
-        the folders that were deleted.
+        the folders that were deleted; what cannot be deleted stays, with a warning.
     """
     if limit is None or limit <= 0:
         return []
@@ -150,20 +159,26 @@ def keep_newest(output_dir: Path, limit: int | None, best: Path | None) -> list[
     if best is not None:
         protected |= {folder for folder in kept if folder.resolve() == best.resolve()}
     surplus = len(kept) - max(limit, len(protected))
-    doomed = [folder for folder in kept if folder not in protected][: max(surplus, 0)]
-    for folder in doomed:
-        remove_folder(folder)
-    return doomed
+    return _removed([folder for folder in kept if folder not in protected][: max(surplus, 0)])
 
 
 def keep_only(best: Path) -> list[Path]:
     """Delete all checkpoints beside `best`, if it is there; returns the folders that were deleted."""
     found = list_checkpoints(best.parent)
     others = [folder for folder in found if folder.resolve() != best.resolve()]
-    doomed = others if len(others) < len(found) else []
+    return _removed(others if len(others) < len(found) else [])
+
+
+def _removed(doomed: list[Path]) -> list[Path]:
+    """Delete folders; returns those that could be. A checkpoint too many is no reason to stop training."""
+    gone = []
     for folder in doomed:
-        remove_folder(folder)
-    return doomed
+        try:
+            remove_folder(folder)
+            gone.append(folder)
+        except OSError as error:
+            logger.warning("%s cannot be deleted, so it stays: %s", folder, error)
+    return gone
 
 
 def _digest(path: Path) -> str:

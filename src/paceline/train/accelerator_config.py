@@ -19,7 +19,8 @@ class AcceleratorConfig:
     Attributes:
         split_batches: per_device_train_batch_size and per_device_eval_batch_size are those of all
             ranks together, so they must be multiples of the number of ranks.
-        dispatch_batches: None or False: each rank reads its own share; True is not served.
+        dispatch_batches: True: rank 0 alone reads the data, and gives every rank its share. None or
+            False: each rank reads its own share, also of a stream. The numbers are the same.
         even_batches: no sample is ever given twice to make shares even, whichever it is.
         use_seedable_sampler: the order is a function of the seed, whichever it is.
         non_blocking: copy batches to an accelerator without waiting (needs pinned memory to help).
@@ -85,11 +86,6 @@ def check_config(config: AcceleratorConfig, accumulation: int) -> None:
     Raises:
         ArgumentError: naming the entry.
     """
-    if config.dispatch_batches:
-        raise ArgumentError(
-            "accelerator_config: dispatch_batches=True is not supported: each rank reads its own share "
-            "(also of an iterable data set); leave it out"
-        )
     unknown = set(config.gradient_accumulation_kwargs or {}) - {"num_steps", "sync_each_batch"}
     if unknown:
         raise ArgumentError(

@@ -331,8 +331,11 @@ def _find_newest(trainer: Trainer, output_dir: Path) -> Path:
 
 def _flaw_of_named(folder: Path) -> str | None:
     """Why a folder that the user named cannot be resumed from; one without a manifest is taken on trust."""
-    if not folder.is_dir():
-        return "there is no such folder"
-    if not (folder / contents.MANIFEST).is_file():
-        return None if (folder / STATE_NAME).is_file() else f"it has no {STATE_NAME}"
+    try:
+        if not folder.is_dir():
+            return "there is no such folder"
+        if not (folder / contents.MANIFEST).is_file():
+            return None if (folder / STATE_NAME).is_file() else f"it has no {STATE_NAME}"
+    except OSError as error:
+        return f"it cannot be read ({error})"
     return contents.flaw(folder)

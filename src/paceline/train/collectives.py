@@ -58,6 +58,27 @@ class Collectives:
         everyone[self.rank] = value
         return self.sum(everyone, what)
 
+    def scatter(self, parts: list[Tensor], own: Tensor, what: str) -> Tensor:
+        """Give each rank its part of what rank 0 has.
+
+        Args:
+            parts: by rank, on rank 0; empty elsewhere. All of one shape and dtype.
+            own: receives this rank's part, in place.
+            what: what it is for, for the error.
+
+        Returns:
+            `own`.
+
+        Raises:
+            CollectiveTimeoutError, PeerLostError: as `sum`.
+        """
+        self._peers.run(
+            lambda: dist.scatter(own, parts or None, async_op=True),
+            own.device,
+            lambda: f"{what} ({self._where()})",
+        )
+        return own
+
     def _reduce(self, value: Tensor, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world_size == 1:
             return value  # each of these operations leaves a single rank's value as it is

@@ -13,15 +13,17 @@ part in the collectives of the backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product, zip_longest
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from paceline.errors import ArgumentError
 from paceline.train.arguments import TrainingArguments
+from paceline.train.dispatching import loader_of, ranks_read_for
 from paceline.train.orders import even_part
 from paceline.train.randomness import derive_seed, isolated, seed_again
 
@@ -94,12 +96,16 @@ class StepBatches(Sampler[list[int]]):
     Args:
         order: gives an epoch's sample indices, the same on every rank.
         plan: how they are dealt out.
-        rank: whose shares to give.
+        rank: this one.
         seed: of random augmentation, which differs by epoch, step, micro-batch and rank.
+        read_for: the ranks whose shares to give, in turn; default: this one alone.
     """
 
-    def __init__(self, order: Sampler[int], plan: EpochPlan, rank: int, seed: int) -> None:
+    def __init__(
+        self, order: Sampler[int], plan: EpochPlan, rank: int, seed: int, read_for: range | None = None
+    ) -> None:
         self.order, self.plan, self.rank, self.seed = order, plan, rank, seed
+        self.read_for = range(rank, rank + 1) if read_for is None else read_for
         self.epoch = self.first_step = 0
 
     @property
@@ -135,18 +141,19 @@ class StepBatches(Sampler[list[int]]):
 
     def __len__(self) -> int:
         full = max(self.plan.steps - 1, 0) * self.plan.accumulation
-        return full + (self.plan.micro_batches(self.plan.steps - 1) if self.plan.steps else 0)
+        last = self.plan.micro_batches(self.plan.steps - 1) if self.plan.steps else 0
+        return (full + last) * len(self.read_for)
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._epoch_order()
         for step in range(self.first_step, self.plan.steps):
-            for micro in range(self.plan.micro_batches(step)):
-                positions = self.plan.share(step, micro, self.rank)
+            for micro, rank in product(range(self.plan.micro_batches(step)), self.read_for):
+                positions = self.plan.share(step, micro, rank)
                 share = Share(order[position] for position in positions)
                 if not share:
                     share.append(order[0])
                     share.counts = False
-                share.seed = derive_seed("load", self.seed, self.epoch, step, micro, self.rank)
+                share.seed = derive_seed("load", self.seed, self.epoch, step, micro, rank)
                 yield share
 
     def _epoch_order(self) -> Sequence[int]:
@@ -166,13 +173,16 @@ class WholeBatches(Sampler[list[int]]):
         batches: gives an epoch's batches of indices, the same on every rank.
         world_size: ranks.
         accumulation: micro-batches of a full step.
-        rank: whose batches to give.
+        rank: this one.
         seed: for what the user's sampler draws, and of random augmentation.
+        read_for: the ranks whose batches to give, in turn.
     """
 
-    def __init__(self, batches: Any, world_size: int, accumulation: int, rank: int, seed: int) -> None:
+    def __init__(
+        self, batches: Any, world_size: int, accumulation: int, rank: int, seed: int, read_for: range
+    ) -> None:
         self.batches, self.world_size, self.accumulation = batches, world_size, accumulation
-        self.rank, self.seed = rank, seed
+        self.rank, self.seed, self.read_for = rank, seed, read_for
         self.start_at(0)
 
     def start_at(self, epoch: int, step: int = 0) -> None:
@@ -204,31 +214,47 @@ class WholeBatches(Sampler[list[int]]):
 
     def share_sizes(self, step: int) -> list[int]:
         """Samples of this rank in each micro-batch of step `step`; may be 0."""
-        return [len(batch) for batch in self._own(step)]
+        return [len(self._batch_of(step, micro, self.rank)) for micro in range(self._micro_batches(step))]
 
     def __len__(self) -> int:
-        return sum(len(self._own(step)) for step in range(self.steps))
+        return sum(self._micro_batches(step) for step in range(self.steps)) * len(self.read_for)
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.first_step, self.steps):
-            for micro, batch in enumerate(self._own(step)):
+            for micro, rank in product(range(self._micro_batches(step)), self.read_for):
+                batch = self._batch_of(step, micro, rank)
                 share = Share(batch or self._dealt[0])
                 share.counts = bool(batch)
-                share.seed = derive_seed("load", self.seed, self.epoch, step, micro, self.rank)
+                share.seed = derive_seed("load", self.seed, self.epoch, step, micro, rank)
                 yield share
 
     def _of_step(self, step: int) -> list[list[int]]:
         return self._dealt[step * self.global_size : (step + 1) * self.global_size]
 
-    def _own(self, step: int) -> list[list[int]]:
-        """This rank's batch of each micro-batch; empty where the last round has none for it."""
-        dealt = self._of_step(step)
-        rounds = range(0, len(dealt), self.world_size)
-        return [dealt[start + self.rank] if start + self.rank < len(dealt) else [] for start in rounds]
+    def _micro_batches(self, step: int) -> int:
+        return math.ceil(len(self._of_step(step)) / self.world_size)
+
+    def _batch_of(self, step: int, micro: int, rank: int) -> list[int]:
+        """The batch of `rank` in one micro-batch; empty where the last round has none for it."""
+        place = step * self.global_size + micro * self.world_size + rank
+        return self._dealt[place] if place < len(self._dealt) else []
 
 
 class EvalBatches(list[list[int]]):
-    """Batch sampler of one rank's part of an evaluation set: the same batches in every pass."""
+    """Batch sampler of one rank's part of an evaluation set: the same batches in every pass.
+
+    Args:
+        part_of: gives the batches of a rank.
+        args: say which rank this is, and for which ranks it reads, in turn.
+
+    Attributes:
+        own: the batches of this rank; may be none.
+    """
+
+    def __init__(self, part_of: Callable[[int], list[list[int]]], args: TrainingArguments) -> None:
+        self.own = part_of(args.process_index)
+        rounds = zip_longest(*map(part_of, ranks_read_for(args)))
+        super().__init__(batch for each in rounds for batch in each if batch is not None)
 
 
 class SeededDataset(Dataset[Any]):
@@ -310,41 +336,47 @@ def train_loader(
             f"there is nothing to train on: {plan.num_samples} samples, a global batch of {plan.global_size}"
             + (", and dataloader_drop_last=True" if plan.drop_last else "")
         )
-    batches = StepBatches(order, plan, args.process_index, args.seed)
+    batches = StepBatches(order, plan, args.process_index, args.seed, ranks_read_for(args))
     settings = {**loading_settings(args), **loading}
     if settings["num_workers"] and not settings.get("in_order", True):
         counted: Any = Counted(collate)
-        return DataLoader(CountedBatches(dataset), batch_sampler=batches, collate_fn=counted, **settings)
-    return DataLoader(SeededDataset(dataset), batch_sampler=batches, collate_fn=collate, **settings)
+        return loader_of(args, CountedBatches(dataset), batch_sampler=batches, collate_fn=counted, **settings)
+    return loader_of(args, SeededDataset(dataset), batch_sampler=batches, collate_fn=collate, **settings)
 
 
 def eval_loader(
-    dataset: Any, batches: list[list[int]], collate: Any, args: TrainingArguments, **loading: Any
+    dataset: Any, batches: EvalBatches, collate: Any, args: TrainingArguments, **loading: Any
 ) -> DataLoader[Any]:
     """The loader of this rank's part of an evaluation set.
 
     Args:
         dataset: gives samples by index.
-        batches: the batches of indices of this rank; may be none.
+        batches: the batches of indices.
         collate: makes a batch of samples.
         args: the settings.
         loading: for the DataLoader, instead of what `args` say.
     """
     settings = {**loading_settings(args), **loading}
-    return DataLoader(dataset, batch_sampler=EvalBatches(batches), collate_fn=collate, **settings)
+    return loader_of(args, dataset, batch_sampler=batches, collate_fn=collate, **settings)
 
 
-def own_eval_batches(order: Any, args: TrainingArguments, per_rank: int | None = None) -> list[list[int]]:
-    """This rank's contiguous part of an evaluation order, cut into batches.
+def eval_batches(order: Any, args: TrainingArguments, per_rank: int | None = None) -> EvalBatches:
+    """An evaluation order as batches of `per_rank` samples; each rank has a contiguous part."""
+    indices, size = list(order), per_rank or args.eval_batch_size
+    return EvalBatches(lambda rank: _eval_part(indices, size, args.world_size, rank), args)
+
+
+def _eval_part(order: list[int], size: int, world_size: int, rank: int) -> list[list[int]]:
+    """The contiguous part of `rank`, cut into batches of `size`.
 
     All ranks have equally many, if they can: a compute_loss or a callback of the user's may hold a
     collective for each batch, as TRL's does. So where rank 0's one sample more makes one batch more, the
     others cut one off their last batch.
     """
-    positions = even_part(len(order), args.world_size, args.process_index)
-    indices, size = list(order)[positions.start : positions.stop], per_rank or args.eval_batch_size
+    positions = even_part(len(order), world_size, rank)
+    indices = order[positions.start : positions.stop]
     batches = [indices[start : start + size] for start in range(0, len(indices), size)]
-    most = math.ceil(len(even_part(len(order), args.world_size, 0)) / size)
+    most = math.ceil(len(even_part(len(order), world_size, 0)) / size)
     if batches and len(batches) < most and len(batches[-1]) > 1:
         batches[-1:] = [batches[-1][:-1], batches[-1][-1:]]
     return batches

@@ -59,7 +59,7 @@ class DataPoints:
         if data.is_stream(dataset):
             per_rank = self.args.eval_batch_size
             return streams.stream_loader(dataset, self._collator(), self.args, per_rank, False)
-        batches = data.own_eval_batches(self._get_eval_sampler(dataset), self.args)
+        batches = data.eval_batches(self._get_eval_sampler(dataset), self.args)
         return data.eval_loader(dataset, batches, self._collator(), self.args)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:

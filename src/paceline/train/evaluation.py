@@ -200,7 +200,7 @@ def _sized_batches(loader: Any) -> Iterator[tuple[Any, int]]:
     """Each batch of the loader, and how many samples it has."""
     batches = getattr(loader, "batch_sampler", None)
     if isinstance(batches, EvalBatches):
-        yield from ((inputs, len(indices)) for indices, inputs in zip(batches, loader, strict=True))
+        yield from ((inputs, len(indices)) for indices, inputs in zip(batches.own, loader, strict=True))
         return
     for loaded in loader:
         yield loaded if isinstance(loaded, Loaded) else (loaded, batch_size_of(loaded))

@@ -25,6 +25,7 @@ from paceline.errors import ArgumentError
 from paceline.train import batches, data
 from paceline.train.arguments import TrainingArguments
 from paceline.train.collectives import Collectives
+from paceline.train.dispatching import loader_of, ranks_read_for
 from paceline.train.orders import even_part
 from paceline.train.streams import Loaded, Stream, stream_loader
 
@@ -314,12 +315,16 @@ def eval_loader_of(loader: Any, args: TrainingArguments) -> Any:
         per_rank = loader.batch_size or args.eval_batch_size
         return stream_loader(loader.dataset, loader.collate_fn, args, per_rank, False, **_settings(loader))
     if type(loader.batch_sampler) is BatchSampler:
-        batches = data.own_eval_batches(loader.sampler, args, loader.batch_size)
+        batches = data.eval_batches(loader.sampler, args, loader.batch_size)
     else:
-        whole = list(_batch_sampler(loader))
-        part = even_part(len(whole), args.world_size, args.process_index)
-        batches = [list(batch) for batch in whole[part.start : part.stop]]
+        whole = [list(batch) for batch in _batch_sampler(loader)]
+        batches = data.EvalBatches(lambda rank: _part(whole, args.world_size, rank), args)
     return data.eval_loader(loader.dataset, batches, loader.collate_fn, args, **_settings(loader))
+
+
+def _part(whole: list[list[int]], world_size: int, rank: int) -> list[list[int]]:
+    positions = even_part(len(whole), world_size, rank)
+    return whole[positions.start : positions.stop]
 
 
 def _redealt(loader: DataLoader[Any], args: TrainingArguments) -> DataLoader[Any]:
@@ -334,9 +339,10 @@ def _redealt(loader: DataLoader[Any], args: TrainingArguments) -> DataLoader[Any
         args.gradient_accumulation_steps,
         args.process_index,
         args.seed,
+        ranks_read_for(args),
     )
     seeded = data.SeededDataset(loader.dataset)
-    return DataLoader(seeded, batch_sampler=batches, collate_fn=loader.collate_fn, **_settings(loader))
+    return loader_of(args, seeded, batch_sampler=batches, collate_fn=loader.collate_fn, **_settings(loader))
 
 
 def _batch_sampler(loader: DataLoader[Any]) -> Any:

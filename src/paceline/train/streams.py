@@ -33,8 +33,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from paceline.errors import ArgumentError
 from paceline.train.arguments import TrainingArguments
 from paceline.train.data import loading_settings
+from paceline.train.dispatching import is_dispatched, loader_of, ranks_read_for
 from paceline.train.orders import even_part
 from paceline.train.randomness import OwnGenerators, derive_seed, seed_again
 
@@ -45,15 +47,15 @@ class Dealing:
 
     Attributes:
         per_rank: samples of one micro-batch on one rank.
-        world_size: ranks that read the same stream; 1 if each reads a stream of its own.
-        rank: this one.
+        world_size: ranks that share the stream; 1 if each reads a stream of its own.
+        read_for: the ranks whose shares are given, in turn.
         seed: of what is random in the stream and in loading.
         keep_empty: give an empty share as one sample that counts for nothing; otherwise leave it out.
     """
 
     per_rank: int
     world_size: int
-    rank: int
+    read_for: range
     seed: int
     keep_empty: bool
 
@@ -85,7 +87,9 @@ class Stream(IterableDataset[Raw]):
 
     def __init__(self, dataset: Any, dealing: Dealing, shared: bool = False) -> None:
         self.dataset = dataset
-        self.dealing = replace(dealing, world_size=1, rank=0) if _split_already(dataset) else dealing
+        self.dealing = (
+            replace(dealing, world_size=1, read_for=range(1)) if _split_already(dataset) else dealing
+        )
         self._place = torch.zeros(2, dtype=torch.int64)
         if shared:
             self._place.share_memory_()
@@ -115,9 +119,10 @@ class Stream(IterableDataset[Raw]):
         epoch, skipped = self._place.tolist()
         first = skipped if self._saved is not None else 0
         for number, group in enumerate(self._groups(epoch), start=first):
-            due = number - skipped
-            if due >= 0 and due % workers == number_of_worker:
-                yield from self._share(group, epoch, number)
+            due = (number - skipped) * len(self.dealing.read_for)
+            for place, share in enumerate(self._shares(group, epoch, number), start=due):
+                if place >= 0 and place % workers == number_of_worker:
+                    yield share
 
     def _groups(self, epoch: int) -> Iterator[list[Any]]:
         """The samples of one micro-batch after the other, over all ranks."""
@@ -146,12 +151,14 @@ class Stream(IterableDataset[Raw]):
             self.dataset.load_state_dict(saved["dataset"])
         return iter(self.dataset)
 
-    def _share(self, group: list[Any], epoch: int, number: int) -> Iterator[Raw]:
-        own = even_part(len(group), self.dealing.world_size, self.dealing.rank)
-        if own or self.dealing.keep_empty:
-            samples = group[own.start : own.stop] or group[:1]
-            seed = derive_seed("load", self.dealing.seed, epoch, number, self.dealing.rank)
-            yield Raw(samples, len(own), seed)
+    def _shares(self, group: list[Any], epoch: int, number: int) -> Iterator[Raw]:
+        """What of one micro-batch is to be given; an empty share stands behind the others, if at all."""
+        for rank in self.dealing.read_for:
+            own = even_part(len(group), self.dealing.world_size, rank)
+            if own or self.dealing.keep_empty:
+                samples = group[own.start : own.stop] or group[:1]
+                seed = derive_seed("load", self.dealing.seed, epoch, number, rank)
+                yield Raw(samples, len(own), seed)
 
 
 class SeededCollator:
@@ -182,13 +189,21 @@ def stream_loader(
         per_rank: samples of one micro-batch on one rank.
         keep_empty: see `Dealing`; True in training, where every rank must take part.
         loading: for the DataLoader, instead of what `args` say.
+
+    Raises:
+        ArgumentError: rank 0 is to read for all, but has only a part of the stream.
     """
     settings = {**loading_settings(args), **loading}
     seed = args.seed if args.data_seed is None else args.data_seed
-    dealing = Dealing(per_rank, args.world_size, args.process_index, seed, keep_empty)
+    if is_dispatched(args) and _split_already(dataset):
+        raise ArgumentError(
+            "accelerator_config: with dispatch_batches=True rank 0 reads for all, but of this data set it "
+            "has only its own part (split_dataset_by_node); give it the whole, or leave dispatch_batches out"
+        )
+    dealing = Dealing(per_rank, args.world_size, ranks_read_for(args), seed, keep_empty)
     stream = Stream(dataset, dealing, shared=bool(settings["persistent_workers"]))
     seeded: Any = SeededCollator(collate)
-    return DataLoader(stream, batch_size=None, collate_fn=seeded, **settings)
+    return loader_of(args, stream, batch_size=None, collate_fn=seeded, **settings)
 
 
 def _split_already(dataset: Any) -> bool:
