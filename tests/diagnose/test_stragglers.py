@@ -13,7 +13,7 @@ def run(watch: StragglerWatch, shares: list[float], until: float, start: float =
     told, now = [], start
     while now <= until:
         states = {
-            rank: RankState(rank, waited_s=share * now, passes=int(10 + now), **LOADS)
+            rank: RankState(rank, read_at=now, waited_s=share * now, passes=int(10 + now), **LOADS)
             for rank, share in enumerate(shares)
         }
         line = watch.look(states, now)
@@ -50,7 +50,8 @@ def test_one_rank_that_waits_more_than_the_rest_is_no_straggler() -> None:
 def test_the_first_passes_do_not_count() -> None:
     watch, now = StragglerWatch(), 0.0
     while now < 3 * STRETCH_S:
-        states = {rank: RankState(rank, waited_s=now * (1 - rank), passes=2) for rank in range(2)}
+        waited = {0: now, 1: 0.0}
+        states = {r: RankState(r, read_at=now, waited_s=seconds, passes=2) for r, seconds in waited.items()}
         assert watch.look(states, now) is None
         now += 2.0
 

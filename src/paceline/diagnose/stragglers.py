@@ -2,6 +2,8 @@
 
 Every rank records how long it has waited for others in all. Who makes the others wait hardly waits itself:
 over a stretch of time, the rank that waited least, while all others waited for a good part of it.
+
+Records of several hosts are not read at one moment, so each rank's waiting is held against its own stretch.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ class StragglerWatch:
     _lines: dict[int, Counter[str]] = field(default_factory=dict)
 
     def look(self, states: Mapping[int, RankState], now: float) -> str | None:
-        """Take in a look at all ranks of a host; a line to show, at most once a minute.
+        """Take in a look at all ranks of the job; a line to show, at most once a minute.
 
         Args:
-            states: by rank.
-            now: when they were read.
+            states: by rank, their times on one clock.
+            now: what that clock shows.
         """
         line = _hang(states, now)
         if line is not None:
@@ -67,19 +69,18 @@ class StragglerWatch:
         self._since, self._before, self._lines = now, states, {}
 
     def _straggler(self, states: Mapping[int, RankState], now: float) -> str | None:
-        stretch, before = now - self._since, self._before
-        waited = {rank: _waited(s, now) - _waited(before[rank], self._since) for rank, s in states.items()}
+        before = self._before
+        waited = {rank: _share_waited(before[rank], state) for rank, state in states.items()}
         if len(waited) < 2:
             return None
         slow = min(waited, key=lambda rank: waited[rank])
-        others = min(share for rank, share in waited.items() if rank != slow)
-        share = (others - waited[slow]) / stretch
+        share = min(share for rank, share in waited.items() if rank != slow) - waited[slow]
         if share < _MUCH:
             return None
         steps = states[slow].passes - before[slow].passes
         return (
             f"rank {slow} is slower than the others, who waited for it {share:.0%} of the time over the last "
-            f"{stretch:.0f} s ({steps} steps). It was {self._mostly(slow)}"
+            f"{now - self._since:.0f} s ({steps} steps). It was {self._mostly(slow)}"
         )
 
     def _mostly(self, rank: int) -> str:
@@ -94,9 +95,15 @@ def _has_begun(state: RankState) -> bool:
     return state.passes >= _FIRST_PASSES or (not state.passes and state.waited_s > 0)
 
 
-def _waited(state: RankState, now: float) -> float:
+def _share_waited(before: RankState, after: RankState) -> float:
+    """Share of the time between two looks at a rank in which it waited."""
+    stretch = after.read_at - before.read_at
+    return (_waited(after) - _waited(before)) / stretch if stretch > 0 else 0.0
+
+
+def _waited(state: RankState) -> float:
     """Seconds waited so far, the wait that is under way included."""
-    open_wait = now - state.waits_since if state.waits_for and not state.wait_failed else 0.0
+    open_wait = state.read_at - state.waits_since if state.waits_for and not state.wait_failed else 0.0
     return state.waited_s + open_wait
 
 
