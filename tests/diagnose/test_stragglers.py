@@ -79,6 +79,17 @@ def test_a_deadlock_of_all_is_told() -> None:
     assert line.startswith("the ranks wait for different things, so nobody gets on. Rank 0 had waited 10 s")
 
 
+def test_ranks_in_calls_of_different_groups_are_told_when_that_will_end() -> None:
+    calls = [f"a collective (all_reduce) at train.py:{line}" for line in (9, 11)]
+    states = {rank: RankState(rank, waits_for=call) for rank, call in enumerate(calls)}
+    line = StragglerWatch().look(states, 31.0)
+    assert line is not None and calls[0] in line and calls[1] in line
+    assert "new_group(timeout=...)" in line
+    recorded = {rank: RankState(rank, waits_for=f"bucket {rank}") for rank in range(2)}
+    line = StragglerWatch().look(recorded, 31.0)
+    assert line is not None and "new_group" not in line
+
+
 def test_what_one_rank_prepares_for_all_may_take_longer() -> None:
     watch, told = StragglerWatch(), []
     for now in range(0, 60, 2):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.diagnose.comparison import compare
+from paceline.recorder.places import COLLECTIVE
 from paceline.recorder.reading import RankState
 from paceline.recorder.words import seconds, whereabouts
 
@@ -22,6 +23,10 @@ _MUCH = 0.3  # share of the stretch that the others wait beyond what the straggl
 _FIRST_PASSES = 3  # in which compilers and caches warm up
 _HANGS_S = 10.0  # seconds in one wait from which on it is no slowness but a hang
 _STARTS_S = 30.0  # ... before training is under way, when one rank may well prepare something for all
+_ITS_END = (
+    "It ends at the timeout of the process group they wait in: that of init_process_group, or new_group's, which "
+    "is 30 min unless new_group(timeout=...) says otherwise; Ctrl-C ends it now."
+)
 
 
 @dataclass
@@ -116,7 +121,8 @@ def _hang(states: Mapping[int, RankState], now: float) -> str | None:
         return None
     if not absent:
         found = compare(waiting, now)
-        return None if found is None else found.text
+        raw = any(state.waits_for.startswith(COLLECTIVE) for state in waiting)
+        return None if found is None else f"{found.text} {_ITS_END}" if raw else found.text
     waited = seconds(min(now - state.waits_since for state in waiting))
     return (
         f"rank {absent[0].rank} has kept the others waiting for {waited}, for {waiting[0].waits_for}. "
