@@ -35,12 +35,13 @@ _ADVICE = {
 }
 _DO_NOT_MEET = (
     "They do not find each other. Under a launcher no rank opens a store of its own, so leave out "
-    "init_method='tcp://...', rank and world_size: env:// finds the launcher's store. Else the network between "
-    "them does not deliver."
+    "init_method='tcp://...', rank and world_size: env:// finds the launcher's store. Else the network "
+    "between them does not deliver."
 )
 _NOT_ALIKE = (
-    "Either they gave it different arguments (src, dst, group, shapes, the order of calls in that line), or the "
-    'network does not deliver. On CPUs init_process_group("shm") compares the calls and names what differs.'
+    "Either they gave it different arguments (src, dst, group, shapes, the order of calls in that line), or "
+    "the network does not deliver. "
+    'On CPUs init_process_group("shm") compares the calls and names what differs.'
 )
 _LOOK_THERE = (
     "Look at that line: a lock, a network call or a loop without end; or let the others wait longer "

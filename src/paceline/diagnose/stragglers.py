@@ -24,8 +24,8 @@ _FIRST_PASSES = 3  # in which compilers and caches warm up
 _HANGS_S = 10.0  # seconds in one wait from which on it is no slowness but a hang
 _STARTS_S = 30.0  # ... before training is under way, when one rank may well prepare something for all
 _ITS_END = (
-    "It ends at the timeout of the process group they wait in: that of init_process_group, or new_group's, which "
-    "is 30 min unless new_group(timeout=...) says otherwise; Ctrl-C ends it now."
+    "It ends at the timeout of the process group they wait in: that of init_process_group, or new_group's, "
+    "which is 30 min unless new_group(timeout=...) says otherwise; Ctrl-C ends it now."
 )
 
 
