@@ -12,7 +12,7 @@ Note: what keeps an interpreter
     of that nothing more can come of it, and since its script had ended well, so has the rank.
 
 Note: what keeps a script
-    The same can happen in ``destroy_process_group``, which scripts call last. While its script runs a rank
+    The same can happen when a process group goes, at the end of many scripts. While its script runs a rank
     may well have something to do of which nothing is seen, and what comes after it would be missing. So such
     a rank has ten minutes, and to end it is a failure.
 
