@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 1.0
+PATIENCE_S = 1.0  # before the process ends
+_GROUPS_PATIENCE_S = 10.0  # before groups end, which may then take for ever
 _LOOK_S = 0.002
 _THREADS = Path("/proc/self/task")
 _NAME = "pt_gloo_runloop"
@@ -30,14 +31,14 @@ _DESTROY, _MARK = "destroy_process_group", "_paceline_waits_for_gloo"
 
 
 def let_gloo_rest_before_leaving() -> None:
-    """From now on, wait until Gloo's threads rest, a second at most, before groups or this process end."""
+    """From now on, wait until Gloo's threads rest, for seconds at most, before groups or this process end."""
     _at_exit(os.getpid())
     _before_groups_end()
 
 
 @functools.cache
 def _at_exit(pid: int) -> None:  # once for a process, and anew in one that was forked
-    atexit.register(_wait_until_gloo_rests)
+    atexit.register(_wait_until_gloo_rests, PATIENCE_S)
 
 
 def _before_groups_end() -> None:
@@ -52,19 +53,19 @@ def _before_groups_end() -> None:
 def _after_rest(destroy: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(destroy)
     def destroy_process_group(*arguments: Any, **named: Any) -> None:
-        _wait_until_gloo_rests()
+        _wait_until_gloo_rests(_GROUPS_PATIENCE_S)
         destroy(*arguments, **named)
 
     setattr(destroy_process_group, _MARK, True)
     return destroy_process_group
 
 
-def _wait_until_gloo_rests() -> None:
+def _wait_until_gloo_rests(patience: float) -> None:
     """Until all threads of Gloo slept from one look to the next.
 
     While we sleep the interpreter is free, so a thread that waits for it runs, and is seen to have.
     """
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + patience
     seen = _sleeps_of_gloo()
     while seen and time.monotonic() < end:
         time.sleep(_LOOK_S)
