@@ -13,7 +13,7 @@ def run(watch: StragglerWatch, shares: list[float], until: float, start: float =
     told, now = [], start
     while now <= until:
         states = {
-            rank: RankState(rank, waited_s=share * now, passes=int(10 + now), **LOADS)
+            rank: RankState(rank, read_at=now, waited_s=share * now, passes=int(10 + now), **LOADS)
             for rank, share in enumerate(shares)
         }
         line = watch.look(states, now)
@@ -50,7 +50,8 @@ def test_one_rank_that_waits_more_than_the_rest_is_no_straggler() -> None:
 def test_the_first_passes_do_not_count() -> None:
     watch, now = StragglerWatch(), 0.0
     while now < 3 * STRETCH_S:
-        states = {rank: RankState(rank, waited_s=now * (1 - rank), passes=2) for rank in range(2)}
+        waited = {0: now, 1: 0.0}
+        states = {r: RankState(r, read_at=now, waited_s=seconds, passes=2) for r, seconds in waited.items()}
         assert watch.look(states, now) is None
         now += 2.0
 
@@ -76,6 +77,17 @@ def test_a_deadlock_of_all_is_told() -> None:
     [(when, line)] = told
     assert when == 10
     assert line.startswith("the ranks wait for different things, so nobody gets on. Rank 0 had waited 10 s")
+
+
+def test_ranks_in_calls_of_different_groups_are_told_when_that_will_end() -> None:
+    calls = [f"a collective (all_reduce) at train.py:{line}" for line in (9, 11)]
+    states = {rank: RankState(rank, waits_for=call) for rank, call in enumerate(calls)}
+    line = StragglerWatch().look(states, 31.0)
+    assert line is not None and calls[0] in line and calls[1] in line
+    assert "new_group(timeout=...)" in line
+    recorded = {rank: RankState(rank, waits_for=f"bucket {rank}") for rank in range(2)}
+    line = StragglerWatch().look(recorded, 31.0)
+    assert line is not None and "new_group" not in line
 
 
 def test_what_one_rank_prepares_for_all_may_take_longer() -> None:

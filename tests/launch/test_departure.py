@@ -77,6 +77,25 @@ def test_scripts_that_run_on_are_said_less_and_less_often() -> None:
     assert told[0][1] == "rank 0 ended 30 s ago, and rank 1 not yet. Rank 1 is busy for 30 s at train.py:41."
 
 
+def stuck_in_script(watch: DepartureWatch, until: float, used: float) -> list[tuple[float, Overdue]]:
+    """Looks at rank 0, which is gone, and rank 1, whose script runs on and gave its last sign at 5 s."""
+    state, overdue, now = RankState(1, seen=5.0, line="train.py:9", line_since=5.0, stands=True), [], 0.0
+    while now <= until:
+        there = [Standing(0, 1.0, gone=True), Standing(1, None, gone=False, used=used * now)]
+        overdue += [(now, each) for each in watch.look(there, {1: state}, now)[1]]
+        now += 2.0
+    return overdue
+
+
+def test_a_script_that_is_stuck_in_native_code_when_all_others_have_ended_is_ended_and_missed() -> None:
+    [(when, overdue), *_] = stuck_in_script(DepartureWatch(None), EXIT_TIMEOUT_S + 60, used=0.0)
+    assert EXIT_TIMEOUT_S < when < EXIT_TIMEOUT_S + 20
+    assert (
+        overdue.rank == 1 and overdue.lost.startswith("stuck in native code") and "train.py:9" in overdue.lost
+    )
+    assert stuck_in_script(DepartureWatch(None), EXIT_TIMEOUT_S + 60, used=0.5) == []
+
+
 def test_nothing_is_said_while_all_run_or_when_all_are_gone() -> None:
     for standing in (Standing(0, None, gone=False), Standing(0, 0.0, gone=True)):
         assert DepartureWatch(None).look([standing], {}, 1000.0) == ("", [])
@@ -97,8 +116,8 @@ if os.environ["RANK"] == "1": atexit.register(close)
         lines[0],
     )
     assert lines[-1] == (
-        "paceline launch: rank 1 did not leave Python after its script, and was ended: it was in an exit "
-        "handler at job.py:3 in close. --exit_timeout gives it longer"
+        "paceline launch: rank 1 did not leave Python, and was ended: it was in an exit handler at job.py:3 "
+        "in close. --exit_timeout gives it longer"
     )
 
 
@@ -113,3 +132,16 @@ if os.environ["RANK"] == "1": late = Late()
     assert done.returncode == 0, done.stderr
     assert "rank 1 is in native code, and silent for" in done.stderr
     assert done.stderr.splitlines()[-1] == "paceline launch: ended rank 1, whose script had ended well"
+
+
+def test_a_script_that_is_stuck_in_native_code(tmp_path: Path) -> None:
+    text = """
+import ctypes, os
+if os.environ["RANK"] == "1": ctypes.PyDLL(None).sleep(300)  # keeps the interpreter's lock
+"""
+    done = run("--num_processes=2", "--exit_timeout=7", script(tmp_path, text))
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "paceline launch: rank 1 did not leave Python, and was ended: it was stuck in native"
+    )

@@ -245,6 +245,6 @@ def test_a_rank_that_did_not_leave_is_no_crash() -> None:
     stayed = ending(1, 1, 10.0, overstayed="waiting for its thread uploader")
     assert exit_status(stayed) == 1
     assert last_lines([ending(0, 0, 9.0), stayed], 1) == [
-        "paceline launch: rank 1 did not leave Python after its script, and was ended: it was waiting for "
-        "its thread uploader. --exit_timeout gives it longer"
+        "paceline launch: rank 1 did not leave Python, and was ended: it was waiting for its thread "
+        "uploader. --exit_timeout gives it longer"
     ]

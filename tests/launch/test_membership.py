@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from paceline.launch.config import Hosts
 from paceline.launch.coordinator import GATHERING, OVER, RUNNING, Membership, Refusal
 from paceline.launch.wire import PROTOCOL
+from paceline.recorder.reading import RankState
 
 
 class FakeConnection:
@@ -258,3 +260,42 @@ def test_a_full_job_takes_nobody_in_but_a_host_that_was_started_again() -> None:
     _, refusal = job.hello("h1")
     assert refusal is None
     assert connections[0].heard("stop") == 1
+
+
+def tell_ranks(job: Job, host: Any, waited: dict[int, float], now: float, ahead: float) -> None:
+    """A host, whose clock is ahead, says how long its ranks have waited, as read a moment ago."""
+    read_at = now + ahead - 0.2
+    states = [
+        RankState(rank, read_at=read_at, waited_s=seconds, passes=int(now), line="train.py:41", stands=True)
+        for rank, seconds in waited.items()
+    ]
+    job.say(host, "ranks", states=[vars(state) for state in states], now=now + ahead)
+
+
+def test_a_slow_rank_is_told_on_all_hosts_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, clock = Job(silence=1e9), SimpleNamespace(now=time.monotonic())
+    h0, h1 = started(job, "h0", "h1")
+    monkeypatch.setattr("paceline.launch.coordinator.time", SimpleNamespace(monotonic=lambda: clock.now))
+    for second in range(30):
+        clock.now += 1.0
+        if second % 2:  # each host reads every two seconds, and not at the same moment
+            tell_ranks(job, h0, {0: 0.6 * second, 1: 0.5 * second}, clock.now, ahead=0.0)
+        else:
+            tell_ranks(job, h1, {2: 0.5 * second, 3: 0.02 * second}, clock.now, ahead=1000.0)
+        job.state.look()
+    for host in (h0, h1):
+        assert host.heard("tell") == 1
+        assert "rank 3 is slower than the others, who waited for it 4" in host.last("tell")["text"]
+
+
+def test_nothing_is_told_of_ranks_of_which_one_host_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, clock = Job(silence=1e9), SimpleNamespace(now=time.monotonic())
+    h0, h1 = started(job, "h0", "h1")
+    monkeypatch.setattr("paceline.launch.coordinator.time", SimpleNamespace(monotonic=lambda: clock.now))
+    for second in range(60):
+        clock.now += 1.0
+        tell_ranks(job, h0, {0: 0.6 * second, 1: 0.0}, clock.now, ahead=0.0)
+        if second < 10:
+            tell_ranks(job, h1, {2: 0.6 * second}, clock.now, ahead=0.0)
+        job.state.look()
+    assert h0.heard("tell") == h1.heard("tell") == 0

@@ -33,6 +33,16 @@ _ADVICE = {
     "saving or loading a file": "Save on all ranks at once, or let the others wait longer (ddp_timeout).",
     COLLECTIVE: ("It called another collective than the others: all ranks must call the same, in one order."),
 }
+_DO_NOT_MEET = (
+    "They do not find each other. Under a launcher no rank opens a store of its own, so leave out "
+    "init_method='tcp://...', rank and world_size: env:// finds the launcher's store. Else the network "
+    "between them does not deliver."
+)
+_NOT_ALIKE = (
+    "Either they gave it different arguments (src, dst, group, shapes, the order of calls in that line), or "
+    "the network does not deliver. "
+    'On CPUs init_process_group("shm") compares the calls and names what differs.'
+)
 _LOOK_THERE = (
     "Look at that line: a lock, a network call or a loop without end; or let the others wait longer "
     "(init_process_group(timeout=...))."
@@ -161,12 +171,9 @@ def _alike(waiting: Sequence[RankState], now: float) -> Finding | None:
     """All came to the same line in time and got no further, by a call whose arguments nobody recorded."""
     if not all(s.waits_for.startswith(COLLECTIVE) and now - s.waits_since > _LATE_S for s in waiting):
         return None
-    text = (
-        f"all ranks came, and yet it did not end. {waits(waiting, now)} Either they gave it different "
-        "arguments (src, dst, group, shapes, the order of calls in that line), or the network does not "
-        'deliver. On CPUs init_process_group("shm") compares the calls and names what differs.'
-    )
-    return Finding("alike", (), text)
+    do_not_meet = all(s.waits_for.startswith(f"{COLLECTIVE} (init_process_group)") for s in waiting)
+    why = _DO_NOT_MEET if do_not_meet else _NOT_ALIKE
+    return Finding("alike", (), f"all ranks came, and yet it did not end. {waits(waiting, now)} {why}")
 
 
 def _late(waiting: Sequence[RankState]) -> Finding | None:

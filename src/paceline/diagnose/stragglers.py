@@ -2,6 +2,8 @@
 
 Every rank records how long it has waited for others in all. Who makes the others wait hardly waits itself:
 over a stretch of time, the rank that waited least, while all others waited for a good part of it.
+
+Records of several hosts are not read at one moment, so each rank's waiting is held against its own stretch.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.diagnose.comparison import compare
+from paceline.recorder.places import COLLECTIVE
 from paceline.recorder.reading import RankState
 from paceline.recorder.words import seconds, whereabouts
 
@@ -20,6 +23,10 @@ _MUCH = 0.3  # share of the stretch that the others wait beyond what the straggl
 _FIRST_PASSES = 3  # in which compilers and caches warm up
 _HANGS_S = 10.0  # seconds in one wait from which on it is no slowness but a hang
 _STARTS_S = 30.0  # ... before training is under way, when one rank may well prepare something for all
+_ITS_END = (
+    "It ends at the timeout of the process group they wait in: that of init_process_group, or new_group's, "
+    "which is 30 min unless new_group(timeout=...) says otherwise; Ctrl-C ends it now."
+)
 
 
 @dataclass
@@ -36,11 +43,11 @@ class StragglerWatch:
     _lines: dict[int, Counter[str]] = field(default_factory=dict)
 
     def look(self, states: Mapping[int, RankState], now: float) -> str | None:
-        """Take in a look at all ranks of a host; a line to show, at most once a minute.
+        """Take in a look at all ranks of the job; a line to show, at most once a minute.
 
         Args:
-            states: by rank.
-            now: when they were read.
+            states: by rank, their times on one clock.
+            now: what that clock shows.
         """
         line = _hang(states, now)
         if line is not None:
@@ -67,19 +74,18 @@ class StragglerWatch:
         self._since, self._before, self._lines = now, states, {}
 
     def _straggler(self, states: Mapping[int, RankState], now: float) -> str | None:
-        stretch, before = now - self._since, self._before
-        waited = {rank: _waited(s, now) - _waited(before[rank], self._since) for rank, s in states.items()}
+        before = self._before
+        waited = {rank: _share_waited(before[rank], state) for rank, state in states.items()}
         if len(waited) < 2:
             return None
         slow = min(waited, key=lambda rank: waited[rank])
-        others = min(share for rank, share in waited.items() if rank != slow)
-        share = (others - waited[slow]) / stretch
+        share = min(share for rank, share in waited.items() if rank != slow) - waited[slow]
         if share < _MUCH:
             return None
         steps = states[slow].passes - before[slow].passes
         return (
             f"rank {slow} is slower than the others, who waited for it {share:.0%} of the time over the last "
-            f"{stretch:.0f} s ({steps} steps). It was {self._mostly(slow)}"
+            f"{now - self._since:.0f} s ({steps} steps). It was {self._mostly(slow)}"
         )
 
     def _mostly(self, rank: int) -> str:
@@ -94,9 +100,15 @@ def _has_begun(state: RankState) -> bool:
     return state.passes >= _FIRST_PASSES or (not state.passes and state.waited_s > 0)
 
 
-def _waited(state: RankState, now: float) -> float:
+def _share_waited(before: RankState, after: RankState) -> float:
+    """Share of the time between two looks at a rank in which it waited."""
+    stretch = after.read_at - before.read_at
+    return (_waited(after) - _waited(before)) / stretch if stretch > 0 else 0.0
+
+
+def _waited(state: RankState) -> float:
     """Seconds waited so far, the wait that is under way included."""
-    open_wait = now - state.waits_since if state.waits_for and not state.wait_failed else 0.0
+    open_wait = state.read_at - state.waits_since if state.waits_for and not state.wait_failed else 0.0
     return state.waited_s + open_wait
 
 
@@ -109,7 +121,8 @@ def _hang(states: Mapping[int, RankState], now: float) -> str | None:
         return None
     if not absent:
         found = compare(waiting, now)
-        return None if found is None else found.text
+        raw = any(state.waits_for.startswith(COLLECTIVE) for state in waiting)
+        return None if found is None else f"{found.text} {_ITS_END}" if raw else found.text
     waited = seconds(min(now - state.waits_since for state in waiting))
     return (
         f"rank {absent[0].rank} has kept the others waiting for {waited}, for {waiting[0].waits_for}. "

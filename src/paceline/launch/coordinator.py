@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.diagnose.stragglers import StragglerWatch
 from paceline.errors import LaunchError
 from paceline.launch.config import Hosts
 from paceline.launch.failure import Ending
@@ -37,6 +38,8 @@ from paceline.recorder.reading import RankState
 _PATIENCE = 3.0  # seconds of silence that make a host lost when others have failed
 _TELL = 5.0  # seconds between two lines about hosts that are waited for
 _LOOK = 0.1
+_RECORDS_LOOK = 2.0  # seconds between two looks at what the ranks of all hosts record
+_FRESH = 5.0  # seconds from which on it is not known any more what a rank is doing
 _LAST_WORDS = 3.0  # seconds for the others to fetch the verdict before the main host leaves
 _GREETING = 5.0  # seconds a new connection has to say who it is
 
@@ -66,6 +69,7 @@ class Member:
     stopping: bool = False
     outcome: dict[str, Any] | None = None
     lost: str = ""
+    states: dict[int, RankState] = field(default_factory=dict)  # of its ranks, as last told, on our clock
 
     @property
     def ended(self) -> bool:
@@ -98,6 +102,8 @@ class Membership:
     _told_at: float = field(default_factory=time.monotonic)
     _joined: list[str] = field(default_factory=list)
     _in_round: list[Member] = field(default_factory=list)
+    _stragglers: StragglerWatch = field(default_factory=StragglerWatch)
+    _compared_at: float = 0.0
 
     def welcome(self, connection: Connection, hello: dict[str, Any]) -> Refusal | None:
         """A launcher introduces itself. Returns why it is turned away; None when it is taken in."""
@@ -146,6 +152,9 @@ class Membership:
         kind = message["kind"]
         if kind == "ready":
             member.ready = True
+        elif kind == "ranks":
+            states = [RankState.from_json(state).moved(member.clock) for state in message["states"]]
+            member.states = {state.rank: state for state in states}
         elif kind == "failed" and self.phase == RUNNING:
             self._collect(but=member)
         elif kind == "outcome":
@@ -175,7 +184,9 @@ class Membership:
                 self.lose(member, f"nothing was heard of it for {silent:.0f} s")
         if self.phase == GATHERING:
             self._gather()
-        elif self.phase != OVER and all(member.ended for member in self._in_round):
+        elif self.phase == RUNNING:
+            self._compare_ranks()
+        if self.phase in (RUNNING, COLLECTING) and all(member.ended for member in self._in_round):
             self._conclude()
 
     def _gather(self) -> None:
@@ -217,7 +228,7 @@ class Membership:
             return
         self._in_round, self._joined, self.phase = list(order), [], RUNNING
         for group_rank, member in enumerate(order):
-            member.ready, member.stopping, member.outcome = False, False, None
+            member.ready, member.stopping, member.outcome, member.states = False, False, None, {}
             member.connection.send(
                 kind="round",
                 number=self.rounds,
@@ -226,6 +237,18 @@ class Membership:
                 port=port,
             )
         self.rounds += 1
+
+    def _compare_ranks(self) -> None:
+        """Now and then: who makes the others wait, be it on another host."""
+        now = time.monotonic()
+        if self.quiet or now - self._compared_at < _RECORDS_LOOK:
+            return
+        self._compared_at = now
+        states = {rank: state for member in self._in_round for rank, state in member.states.items()}
+        if all(m.states for m in self._in_round) and all(now - s.read_at < _FRESH for s in states.values()):
+            told = self._stragglers.look(states, now)
+            if told is not None:
+                self._broadcast(kind="tell", text=_say(told))
 
     def _collect(self, but: Member | None = None) -> None:
         """The round is over: stop the ranks of all hosts (``but`` sees to its own)."""

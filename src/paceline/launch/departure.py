@@ -1,6 +1,7 @@
 """Ranks that are still there when others have ended well: said while it lasts, and ended at a deadline.
 
     some scripts have ended, others run on                said, less and less often
+    ... and what runs on is stuck in native code          ended when it is overdue
     all scripts have ended, an interpreter has not        said every ten seconds; ended when it is overdue
 
 Note: what keeps an interpreter
@@ -9,6 +10,11 @@ Note: what keeps an interpreter
     left. PyTorch can wait there for ever, with the interpreter's lock in hand, for a thread of Gloo that
     needs the lock. Then the rank's record falls silent and it uses no processor time; after half a minute
     of that nothing more can come of it, and since its script had ended well, so has the rank.
+
+Note: what keeps a script
+    The same can happen when a process group goes, at the end of many scripts. While its script runs a rank
+    may well have something to do of which nothing is seen, and what comes after it would be missing. So such
+    a rank has ten minutes, and to end it is a failure.
 
 Pure: nothing here touches a process.
 """
@@ -25,6 +31,7 @@ EXIT_TIMEOUT_S = 600.0  # for threads and exit handlers
 STUCK_S = 30.0  # for an interpreter behind them
 _SILENT_S = 3.0  # seconds without a sign of life, of which one is due every second
 _USED_S = 0.05  # seconds of processor time between two looks from which on something is done
+_STUCK = "stuck in native code that lets no Python run, and idle"
 _FIRST_S, _AGAIN_S = 5.0, 10.0  # seconds until it is said, and said again, that interpreters do not end
 _RUN_ON_S = 30.0  # ... that scripts run on; from then on after twice as long each time
 
@@ -90,11 +97,12 @@ class DepartureWatch:
         ends = [standing.over_since for standing in standings if standing.over_since is not None]
         if not there or not ends:
             return "", []
-        if len(ends) < len(standings):
-            return self._running_on(standings, states, now - max(ends), now), []
-        late = now - max(ends)
         for standing in there:
             self._notice_whether_stuck(standing, states.get(standing.rank), now)
+        if len(ends) < len(standings):
+            line = self._running_on(standings, states, now - max(ends), now)
+            return line, self._stuck_in_script(standings, states, now)
+        late = now - max(ends)
         overdue = [
             Overdue(each.rank, "" if each.rank in self._stuck_since else self._why(each.rank, states, now))
             for each in there
@@ -117,7 +125,19 @@ class DepartureWatch:
         ended = ranks(each.rank for each in standings if each.over_since is not None)
         rest = [each.rank for each in standings if each.over_since is None]
         where = [f"Rank {rank} is {whereabouts(states[rank], now)}." for rank in rest[:3] if rank in states]
+        stuck = [rank for rank in rest if now - self._stuck_since.get(rank, now) >= _FIRST_S]
+        if stuck:
+            where.append(f"{ranks(stuck).capitalize()}: {_STUCK}. {self._limit_of(self._patience)}")
         return f"{ended} ended {seconds(since)} ago, and {ranks(rest)} not yet. {' '.join(where)}".rstrip()
+
+    def _stuck_in_script(
+        self, standings: Sequence[Standing], states: Mapping[int, RankState], now: float
+    ) -> list[Overdue]:
+        return [
+            Overdue(each.rank, f"{_STUCK}, {whereabouts(states[each.rank], now)}")
+            for each in standings
+            if each.over_since is None and now - self._stuck_since.get(each.rank, now) >= self._patience
+        ]
 
     def _staying(
         self, there: Sequence[Standing], states: Mapping[int, RankState], late: float, now: float
@@ -133,7 +153,11 @@ class DepartureWatch:
 
     def _limit(self, there: Sequence[Standing]) -> str:
         stuck = self.exit_timeout is None and all(each.rank in self._stuck_since for each in there)
-        return f"Ended after {seconds(STUCK_S if stuck else self._patience)} (--exit_timeout)"
+        return self._limit_of(STUCK_S if stuck else self._patience)
+
+    @staticmethod
+    def _limit_of(patience: float) -> str:
+        return f"Ended after {seconds(patience)} (--exit_timeout)"
 
     def _why(self, rank: int, states: Mapping[int, RankState], now: float) -> str:
         state = states.get(rank)
@@ -145,7 +169,7 @@ class DepartureWatch:
 
     def _notice_whether_stuck(self, standing: Standing, state: RankState | None, now: float) -> None:
         rank = standing.rank
-        silent = state is not None and state.over > 0 and now - state.seen > _SILENT_S
+        silent = state is not None and now - state.seen > _SILENT_S
         idle = standing.used - self._used.get(rank, 0.0) < _USED_S
         self._used[rank] = standing.used
         if silent and idle:

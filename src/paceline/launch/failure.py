@@ -291,7 +291,7 @@ def _own_words(cause: Ending, endings: Sequence[Ending], story: str) -> str:
         what = "ended its script (exit code 0) while others still communicated"
         return _absent(cause, f"{what}; all ranks must run as many steps, and leave together", story)
     if cause.overstayed:
-        what = f"did not leave Python after its script, and was ended: it was {cause.overstayed}"
+        what = f"did not leave Python, and was ended: it was {cause.overstayed}"
         return _absent(cause, f"{what}. --exit_timeout gives it longer", "")
     if cause.crashed:
         return story + _native_words(cause)

@@ -266,8 +266,12 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = "/nonexistent"  # not this folder, whose modules have common names
     gc.disable()  # importing torch makes a million objects and no garbage to speak of
-    environment, rank_main, recorder = _borrow(
-        source, "paceline.environment", "paceline.launch.rank_main", "paceline.recorder.ring"
+    environment, rank_main, recorder, leaving = _borrow(
+        source,
+        "paceline.environment",
+        "paceline.launch.rank_main",
+        "paceline.recorder.ring",
+        "paceline.comm.leaving",
     )
     for module in ("torch.distributed", "numpy.random"):
         importlib.import_module(module)
@@ -284,6 +288,7 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     _prepare(rank, environment)
     request = rank.request
     over = recorder.observe()
+    leaving.let_gloo_rest_before_leaving()
     program = (request["kind"], request["name"], *request["arguments"])
     rank_main.run(request["told"], *program, hide=(__file__,), script_is_over=over)
 

@@ -19,10 +19,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.diagnose.stragglers import StragglerWatch
 from paceline.errors import LaunchError
 from paceline.launch.failure import (
     Ending,
@@ -32,6 +33,7 @@ from paceline.launch.failure import (
     held_up,
     only_lost_peers,
 )
+from paceline.recorder.reading import RankState
 from paceline.recorder.words import waits
 
 LOOPBACK = "127.0.0.1"
@@ -114,6 +116,9 @@ class Job(Protocol):
     def next_round(self) -> Round:
         """Wait until all who are to take part are there."""
 
+    def look(self, states: Mapping[int, RankState], now: float) -> str:
+        """Compare what this host's ranks record, read now, with the rest of the job; text to show."""
+
     def stop_requested(self) -> bool:
         """Whether the round is over on this host because of what happened on another one."""
 
@@ -140,6 +145,7 @@ class LocalJob(Job):
     def __init__(self, port: int, ranks: int, max_restarts: int, *, quiet: bool) -> None:
         self._port, self._ranks, self._max_restarts, self._quiet = port, ranks, max_restarts, quiet
         self._rounds = 0
+        self._stragglers = StragglerWatch()
 
     def next_round(self) -> Round:
         try:
@@ -153,6 +159,10 @@ class LocalJob(Job):
         self._rounds += 1
         port = listener.getsockname()[1]
         return Round(self._rounds - 1, 0, (self._ranks,), LOOPBACK, port, listener)
+
+    def look(self, states: Mapping[int, RankState], now: float) -> str:
+        told = self._stragglers.look(states, now)
+        return _line(told) if told else ""
 
     def stop_requested(self) -> bool:
         return False

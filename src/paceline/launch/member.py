@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -18,6 +18,7 @@ from paceline.launch.coordinator import Coordinator
 from paceline.launch.interrupted import Interrupted
 from paceline.launch.job import Events, Job, Outcome, Round, Verdict, judge
 from paceline.launch.wire import BEAT, PROTOCOL, Connection, interface_of, is_ours
+from paceline.recorder.reading import RankState
 
 _ANSWER = 5.0  # seconds until a main host that answers at all has said who it is
 _ATTEMPT = 2.0  # seconds for one try to connect
@@ -82,6 +83,12 @@ class HostsJob(Job):
             listener=self._coordinator.take_store() if main and self._coordinator else None,
             interface=interface_of(here),
         )
+
+    def look(self, states: Mapping[int, RankState], now: float) -> str:
+        assert self._link is not None
+        if self._link.connection.silent_for() < _PATIENCE:  # else nobody may read it
+            self._link.connection.send(kind="ranks", states=[vars(state) for state in states.values()])
+        return "".join(news["text"] for news in self._link.take_all("tell"))
 
     def stop_requested(self) -> bool:
         assert self._link is not None
@@ -219,7 +226,7 @@ class HostsJob(Job):
                 message = link.take(kind)
                 if message is not None:
                     return message
-            while (news := link.take("tell")) is not None:
+            for news in link.take_all("tell"):
                 self._say(news["text"])
             self._pause(0.02)
         raise LaunchError(f"lost the main host {self._hosts.address} while waiting for the other hosts")
@@ -249,6 +256,11 @@ class _Link:
             return self._news[kind].get_nowait()
         except Empty:
             return None
+
+    def take_all(self, kind: str) -> Iterator[dict[str, Any]]:
+        """All messages of a kind that are there."""
+        while (message := self.take(kind)) is not None:
+            yield message
 
     def lost(self, patience: float) -> bool:
         """Whether the main host is gone, or was silent for longer than ``patience`` seconds."""

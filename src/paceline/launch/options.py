@@ -179,8 +179,8 @@ def _ends() -> Iterator[Option]:
     )
     yield option(
         "exit_timeout",
-        "seconds a rank has to leave Python when all scripts have ended (default: 600 for threads and exit "
-        "handlers, 30 where nothing is left but native code that does nothing)",
+        "seconds a rank has to leave Python when all scripts have ended, or others have and it is stuck in "
+        "native code (default: 600; 30 behind its exit handlers, where only idle native code is left)",
         seconds,
         "S",
     )

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.diagnose.stragglers import StragglerWatch
 from paceline.launch.attempt import Attempt, AttemptFolder, Screens
 from paceline.launch.config import LaunchConfig
 from paceline.launch.departure import DepartureWatch
@@ -59,7 +58,7 @@ class Rounds:
     ) -> None:
         self._config, self._run_id, self._logs, self._scratch = config, run_id, logs, scratch
         self._kept = kept
-        self._stragglers, self._looked_at = StragglerWatch(), time.monotonic()
+        self._looked_at = time.monotonic()
         self._guardian, self._inbox = guardian, inbox
         self._screens = Screens.of_this_process()
         self._reader_stuck = False
@@ -159,7 +158,7 @@ class Rounds:
                 attempt.pass_on(number)
             if attempt.poll():
                 break
-            self._look_at_records(attempt, departures)
+            self._look_at_records(attempt, job, departures)
             time.sleep(self._config.look)
         else:
             return
@@ -168,7 +167,7 @@ class Rounds:
         attempt.wait(_LAST_WORDS, until=lambda: False)
         attempt.wait(_SETTLE, until=lambda: self._cause_is_known(attempt) or job.stop_requested())
 
-    def _look_at_records(self, attempt: Attempt, departures: DepartureWatch) -> None:
+    def _look_at_records(self, attempt: Attempt, job: Job, departures: DepartureWatch) -> None:
         """Now and then: who makes the others wait, who does not leave."""
         now = time.monotonic()
         if now - self._looked_at < _RECORDS_LOOK:
@@ -176,9 +175,9 @@ class Rounds:
         self._looked_at = now
         states = attempt.states()
         line, overdue = departures.look(attempt.standings(), states, now)
-        lines = [line, self._stragglers.look(states, now)]
+        told = (f"paceline launch: {line}\n" if line else "") + job.look(states, now)
         if not self._config.quiet:
-            self._write("".join(f"paceline launch: {line}\n" for line in filter(None, lines)))
+            self._write(told)
         for each in overdue:
             attempt.end_overdue(each)
             if not (each.lost or self._config.quiet):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,7 @@ class RankState:
         rank: in the whole job.
         pid: its process.
         host: where that runs.
+        read_at: when its record was read.
         seen: when it last gave a sign of life.
         phase: what it was in, in words, as "backward pass 118, bucket 2 of 3 (fc.weight, fc.bias) launched".
         phase_since: since when.
@@ -83,6 +85,7 @@ class RankState:
     rank: int
     pid: int = 0
     host: str = ""
+    read_at: float = 0.0
     seen: float = 0.0
     phase: str = ""
     phase_since: float = 0.0
@@ -106,7 +109,7 @@ class RankState:
 
     def moved(self, seconds: float) -> RankState:
         """The same on a clock that shows so much more."""
-        times = ("seen", "phase_since", "waits_since", "waits_until", "line_since")
+        times = ("read_at", "seen", "phase_since", "waits_since", "waits_until", "line_since")
         moved = {name: getattr(self, name) + seconds for name in times}
         return dataclasses.replace(self, **moved, over=self.over and self.over + seconds)
 
@@ -130,7 +133,7 @@ def read_folder(folder: Path) -> dict[int, RankState]:
 def read_state(path: Path) -> RankState | None:
     """The state of the rank whose record this is; None when it is none, or no rank's."""
     try:
-        memory = path.read_bytes()
+        read_at, memory = time.monotonic(), path.read_bytes()
     except OSError:
         return None
     header = read_header(memory)
@@ -142,6 +145,7 @@ def read_state(path: Path) -> RankState | None:
         rank=int(rank),
         pid=int(header.get("pid") or 0),
         host=str(header.get("host", "")),
+        read_at=read_at,
         seen=float(header.get("monotonic") or 0.0),
         **_what_facts_say(facts),
     )
