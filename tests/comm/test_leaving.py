@@ -42,8 +42,8 @@ def slow_hook(group, bucket):
 
 
 if ending == "destroy":  # torch's own wrapper is the last to hold the group
-    from paceline.comm.leaving import let_gloo_rest_before_leaving
-    let_gloo_rest_before_leaving()
+    from paceline.comm.leaving import let_gloo_rest_before_groups_end
+    let_gloo_rest_before_groups_end()
     wrapper = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 else:
     wrapper = paceline.DistributedDataParallel(torch.nn.Linear(4, 4))

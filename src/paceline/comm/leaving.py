@@ -31,9 +31,8 @@ _DESTROY, _MARK = "destroy_process_group", "_paceline_waits_for_gloo"
 
 
 def let_gloo_rest_before_leaving() -> None:
-    """From now on, wait until Gloo's threads rest, for seconds at most, before groups or this process end."""
+    """From now on, wait at the end of this process until Gloo's threads rest, a second at most."""
     _at_exit(os.getpid())
-    _before_groups_end()
 
 
 @functools.cache
@@ -41,8 +40,12 @@ def _at_exit(pid: int) -> None:  # once for a process, and anew in one that was 
     atexit.register(_wait_until_gloo_rests, PATIENCE_S)
 
 
-def _before_groups_end() -> None:
-    """In both places where a script may find the function; ``torch.distributed`` has been imported."""
+def let_gloo_rest_before_groups_end() -> None:
+    """From now on ``destroy_process_group`` waits until Gloo's threads rest, some seconds at most.
+
+    It replaces the function in both places where a script may find it, so this is for processes that paceline
+    started; ``torch.distributed`` has been imported.
+    """
     for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
         module = sys.modules.get(name)
         destroy = getattr(module, _DESTROY, None)

@@ -289,6 +289,7 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     request = rank.request
     over = recorder.observe()
     leaving.let_gloo_rest_before_leaving()
+    leaving.let_gloo_rest_before_groups_end()
     program = (request["kind"], request["name"], *request["arguments"])
     rank_main.run(request["told"], *program, hide=(__file__,), script_is_over=over)
 

@@ -247,9 +247,7 @@ def _finish(run: Run, seconds: float) -> TrainOutput:
     metrics |= trainer.memory.stop("train")
     trainer.log(metrics)
     checkpoints.settle(trainer)
-    if _agree(
-        trainer
-    ):  # it came after the last step: the script has work to do yet, such as saving the model
+    if _agree(trainer):  # after the last step: the script has work to do yet, such as saving the model
         _save_and_leave(trainer)
     if trainer.args.load_best_model_at_end:
         trainer._load_best_model()
