@@ -141,8 +141,8 @@ class Reducer(TorchReducerNames):
         self._looked = True
         return self.layout.take_newcomers()
 
-    def prepare_for_backward(self, outputs: Iterable[Tensor], training: bool) -> None:
-        """After a forward, which counts now: see the outermost start of a backward from these tensors."""
+    def prepare_for_backward(self, outputs: Iterable[Tensor], training: bool = False) -> None:
+        """See the outermost start of a backward from these tensors; other libraries call it as well."""
         if self._detached:
             return
         if training and self.synchronise and torch._C._current_graph_task_id() == -1:
