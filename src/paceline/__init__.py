@@ -30,6 +30,7 @@ _HOMES = {
     "BackendUnavailableError": "paceline.errors",
     "ReplicaMismatchError": "paceline.errors",
     "UnusedParametersError": "paceline.errors",
+    "GradientError": "paceline.errors",
     "GraphChangedError": "paceline.errors",
     "CommunicationError": "paceline.errors",
     "CollectiveTimeoutError": "paceline.errors",

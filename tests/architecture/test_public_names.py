@@ -11,6 +11,7 @@ from pathlib import Path
 
 import paceline
 import paceline.checkpoint
+import paceline.errors
 from tests.architecture.house import SOURCE, files, module_name, tree
 
 # A name added here is a promise; a name removed breaks somebody's program.
@@ -23,6 +24,7 @@ PUBLIC = {
     "CommunicationError",
     "DistributedDataParallel",
     "DistributedSampler",
+    "GradientError",
     "GraphChangedError",
     "LaunchError",
     "NonFiniteError",
@@ -50,6 +52,11 @@ def test_public_names_exist_and_are_listed() -> None:
     for name in PUBLIC:
         assert getattr(paceline, name).__name__ == name
         assert name in dir(paceline)
+
+
+def test_every_error_can_be_caught_by_its_public_name() -> None:
+    errors = {name for name, value in vars(paceline.errors).items() if isinstance(value, type)}
+    assert errors <= PUBLIC
 
 
 def test_checkpoint_save_is_public() -> None:
