@@ -41,7 +41,7 @@ def run() -> str:
     ours = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = torch.optim.SGD(single.parameters(), lr=0.1)
     for _ in range(_STEPS):
-        batch = torch.randn(world_size * _SAMPLES, _FEATURES, dtype=torch.float64)
+        batch = torch.randn(world_size * _SAMPLES, _FEATURES, dtype=torch.float64, device="cpu")
         mine = batch[rank * _SAMPLES : (rank + 1) * _SAMPLES].to(device)
         _step(model, mine, ours)
         _step(single, batch, reference)

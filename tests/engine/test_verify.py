@@ -182,9 +182,39 @@ def test_equal_replicas_cost_one_exchange():
         assert calls == ["all_gather"]
 
 
-def test_sparse_tensors_are_refused_by_name(tmp_path):
+LAYOUTS = {
+    "coo": torch.Tensor.to_sparse_coo,
+    "csr": torch.Tensor.to_sparse_csr,
+    "csc": torch.Tensor.to_sparse_csc,
+    "bsr": lambda dense: dense.to_sparse_bsr((1, 2)),
+}
+
+
+def sparse_verdicts(rank, world, layout):
+    """Verdicts on a sparse buffer that is equal, or has another value, place or number of them on rank 1."""
+    diagonal, shifted, full = torch.eye(2), torch.eye(2).flip(0), torch.ones(2, 2)
+    verdicts = []
+    for other in (diagonal, diagonal * 3, shifted, full):
+        module = nn.Module()
+        module.register_buffer("table", LAYOUTS[layout](other if rank == 1 else diagonal))
+        verdicts.append(verdict(module))
+    return verdicts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_tensors_are_compared_part_by_part(layout):
+    for equal, value, place, more in run_ranks(sparse_verdicts, 2, layout, timeout=60):
+        assert equal == "equal"
+        assert "table.values() differs between rank 0 and rank 1" in value
+        assert "largest difference 2" in value
+        part = ".values()" if layout == "bsr" else "indices()"  # blocks of a row hold the places within
+        assert f"{part} differs between rank 0 and rank 1" in place
+        assert more.startswith("ReplicaMismatchError: ") and "table." in more
+
+
+def test_other_layouts_are_refused_by_name(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     module = nn.Module()
-    module.register_buffer("table", torch.eye(2).to_sparse())
-    with pytest.raises(ValueError, match=r"table is torch\.sparse_coo"):
+    module.register_buffer("table", torch.eye(2).to_mkldnn())
+    with pytest.raises(ValueError, match=r"table, which is torch\._mkldnn"):
         verify_replicas(module, dist.group.WORLD)

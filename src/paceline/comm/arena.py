@@ -89,7 +89,7 @@ class Arena:
         """
         size = _whole_pages(numel * dtype.itemsize)
         if size == 0:
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
         begin = self._cut(size)
         try:
             self._take_pages(begin, size)

@@ -97,7 +97,7 @@ def gather_objects(value: Any, peers: Peers, what: Callable[[], str]) -> list[An
     device = device_of_objects(peers)
     mine = bytearray(pickle.dumps(value))
     sizes = gather_rows(torch.tensor([len(mine)], device=device), peers, what).flatten().tolist()
-    row = torch.zeros(max(sizes), dtype=torch.uint8)
+    row = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     row[: len(mine)] = torch.frombuffer(mine, dtype=torch.uint8)
     rows = gather_rows(row.to(device), peers, what).cpu()
     return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]

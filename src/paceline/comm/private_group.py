@@ -63,7 +63,7 @@ def private_group(
 
 def _wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     """Or a rank could destroy the group while another is still connecting to it."""
-    work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+    work = dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), group=group, async_op=True)
     Peers(group).wait(work, lambda: f"making a process group for {purpose}")
 
 

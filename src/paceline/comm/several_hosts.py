@@ -158,7 +158,8 @@ class SeveralHosts:
         Raises:
             RanksOutOfStepError: on all ranks, unless all called the same.
         """
-        mine = torch.tensor([call.kind, call.reduction, call.label, call.root, call.detail, call.count])
+        facts = [call.kind, call.reduction, call.label, call.root, call.detail, call.count]
+        mine = torch.tensor(facts, dtype=torch.int64, device="cpu")
         differ_here: RanksOutOfStepError | None = None
         try:
             self.memory.run(call, None, None, timeout_s)

@@ -222,7 +222,9 @@ class SharedMemoryGroup(GroupOverGloo):
         opts = options_of(dist.BarrierOptions, opts, timeout)
         if self._memory is None:
             begin = partial(self._gloo.barrier, opts)
-            return self._through_gloo("barrier", torch.empty(0), 0, 0, opts, begin, [])
+            return self._through_gloo(
+                "barrier", torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0, opts, begin, []
+            )
         call = Call(Kind.barrier, 0, BYTES, 0, 0, 0, 0, 0, 1.0)
         return self._start(call, None, None, opts, [], None)
 

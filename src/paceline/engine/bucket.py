@@ -438,11 +438,11 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _sparse(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     if gradient is None:
-        indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
-        dtype = gradient_dtype(parameter)
-        values = parameter.new_empty((0, *parameter.shape[1:]), dtype=dtype, requires_grad=False)
+        device = parameter.device
+        indices = torch.empty((1, 0), dtype=torch.long, device=device)
+        values = torch.empty((0, *parameter.shape[1:]), dtype=gradient_dtype(parameter), device=device)
         return torch.sparse_coo_tensor(
-            indices, values, parameter.shape, is_coalesced=True, check_invariants=False
+            indices, values, parameter.shape, device=device, is_coalesced=True, check_invariants=False
         )
     gradient = gradient.detach()
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()

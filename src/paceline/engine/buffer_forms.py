@@ -107,23 +107,43 @@ class BufferTable:
         return list(itertools.chain.from_iterable(map(operator.call, self._registries)))
 
 
-def parts_of(buffer: Tensor) -> list[Tensor]:
-    """The dense tensors that a buffer consists of: itself, or the indices and values of a sparse one."""
-    if buffer.layout == torch.strided:
-        return [buffer]
-    if buffer.layout == torch.sparse_coo:
-        return [buffer._indices(), buffer._values()]
-    return [*(part(buffer) for part in _COMPRESSED[buffer.layout]), buffer.values()]
+def has_parts(tensor: Tensor) -> bool:
+    """Whether ``parts_of`` knows the tensor's layout."""
+    return tensor.layout in (torch.strided, torch.sparse_coo, *_COMPRESSED)
+
+
+def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+    """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one.
+
+    Each stands under what is to be written behind the tensor's name to get it, as in ``.values()``.
+    """
+    if tensor.layout == torch.strided:
+        return {"": tensor}
+    if tensor.layout == torch.sparse_coo:
+        return {".indices()": tensor._indices(), ".values()": tensor._values()}
+    indices = {f".{part.__name__}()": part(tensor) for part in _COMPRESSED[tensor.layout]}
+    return {**indices, ".values()": tensor.values()}
 
 
 def assemble(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """A sparse tensor of the form of ``like`` out of other ``parts``."""
     if like.layout == torch.sparse_coo:
         return torch.sparse_coo_tensor(
-            parts[0], parts[1], like.shape, is_coalesced=like.is_coalesced(), check_invariants=False
+            parts[0],
+            parts[1],
+            like.shape,
+            device=like.device,
+            is_coalesced=like.is_coalesced(),
+            check_invariants=False,
         )
     return torch.sparse_compressed_tensor(
-        parts[0], parts[1], parts[2], like.shape, layout=like.layout, check_invariants=False
+        parts[0],
+        parts[1],
+        parts[2],
+        like.shape,
+        layout=like.layout,
+        device=like.device,
+        check_invariants=False,
     )
 
 
@@ -182,12 +202,12 @@ def _stored(buffer: Tensor) -> tuple[int, bool]:
 def _form_of(name: str, buffer: Tensor, persistent: bool) -> BufferForm:
     words = f"shape {list(buffer.shape)}, {buffer.dtype}"
     if buffer.layout != torch.strided:
-        if buffer.layout != torch.sparse_coo and buffer.layout not in _COMPRESSED:
+        if not has_parts(buffer):
             raise ArgumentError(
                 f"buffer {name} is of layout {buffer.layout}, which cannot be broadcast; put its name into "
                 "module._ddp_params_and_buffers_to_ignore before wrapping"
             )
         count, is_coalesced = _stored(buffer)
         words += f", {buffer.layout} of {count} entries{'' if is_coalesced else ', not coalesced'}"
-    parts = tuple((tuple(part.shape), part.dtype) for part in parts_of(buffer))
+    parts = tuple((tuple(part.shape), part.dtype) for part in parts_of(buffer).values())
     return BufferForm(words, parts, persistent, buffer.device)

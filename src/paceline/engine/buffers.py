@@ -155,7 +155,7 @@ class BufferSync:
         buffers, now = self._table.named(), self._table.forms()
         held = {name: buffers[name] for name, form in agreed.items() if now.get(name) == form}
         parts = {
-            name: parts_of(held[name]) if name in held else form.empty_parts()
+            name: [*parts_of(held[name]).values()] if name in held else form.empty_parts()
             for name, form in agreed.items()
         }
         is_sent = torch.tensor([name in held for name in agreed], device=self._device)

@@ -33,6 +33,8 @@ from torch import Tensor
 
 from paceline.engine.plan import FINGERPRINT_MODULUS
 
+_DTYPE = torch.float32  # of what is written, whatever the user has made the default
+
 
 class Standing(enum.IntEnum):
     """How a rank stands in a pass."""
@@ -69,11 +71,11 @@ class TailLayout:
     @functools.cached_property
     def _usual_body(self) -> Tensor:
         """What follows the blocks of ranks where every rank holds and reached everything in time."""
-        return torch.cat((torch.ones(2 * self.parameters), torch.zeros(self.buckets)))
+        return torch.tensor([1.0] * (2 * self.parameters) + [0.0] * self.buckets, dtype=_DTYPE, device="cpu")
 
     def write(self, tail: Tensor, report: RankReport) -> None:
         """Write what this rank has to say into ``tail``, a 1-d float tensor of ``numel`` elements."""
-        head = torch.zeros(5, self.world_size)
+        head = torch.zeros(5, self.world_size, dtype=_DTYPE, device="cpu")
         head[:, report.rank] = torch.tensor(
             [
                 float(report.pass_number % FINGERPRINT_MODULUS),
@@ -81,7 +83,9 @@ class TailLayout:
                 report.forwards % FINGERPRINT_MODULUS,
                 report.standing,
                 report.buffer_forms,
-            ]
+            ],
+            dtype=_DTYPE,
+            device="cpu",
         )
         tail.copy_(torch.cat((head.flatten(), self._usual_body)))
         start = head.numel()

@@ -24,6 +24,7 @@ from paceline.comm.coalesced import (
     gather_rows,
 )
 from paceline.comm.waiting import Peers
+from paceline.engine.buffer_forms import has_parts, parts_of
 from paceline.errors import ArgumentError, ReplicaMismatchError
 
 HASHED_AT_ONCE_BYTES = 64 * 1024 * 1024  # bounds the host copy of a tensor on an accelerator
@@ -82,7 +83,7 @@ def verify_replicas(
 
     Raises:
         ReplicaMismatchError: on every rank, naming the first tensor that differs, the ranks, and by how much.
-        ArgumentError: the module holds sparse tensors.
+        ArgumentError: the module holds tensors of a layout that is neither dense nor sparse.
     """
     compare_replicas(module, Peers(process_group), ignored, include_buffers)
 
@@ -148,14 +149,23 @@ def _named_tensors(
     named: list[tuple[str, Tensor, bool]] = [(name, p, False) for name, p in module.named_parameters()]
     if include_buffers:
         named += [(name, b, True) for name, b in module.named_buffers()]
-    return {name: (tensor.detach(), is_buffer) for name, tensor, is_buffer in named if name not in ignored}
+    return {
+        name + part: (values, is_buffer)
+        for name, tensor, is_buffer in named
+        if name not in ignored
+        for part, values in _readable_parts(name, tensor.detach()).items()
+    }
+
+
+def _readable_parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if not has_parts(tensor):
+        raise ArgumentError(
+            f"verify_replicas cannot compare {name}, which is {tensor.layout}; leave it out by `ignored`"
+        )
+    return parts_of(tensor)
 
 
 def _digest(name: str, tensor: Tensor, is_buffer: bool) -> TensorDigest:
-    if tensor.layout != torch.strided:
-        raise ArgumentError(
-            f"verify_replicas compares dense tensors; {name} is {tensor.layout}, leave it out by `ignored`"
-        )
     hasher = hashlib.sha1(usedforsecurity=False)
     for piece in bits_of(tensor).split(HASHED_AT_ONCE_BYTES):
         hasher.update(piece.cpu().numpy())

@@ -79,5 +79,5 @@ def _stack(values: list[Any]) -> Any:
     if isinstance(values[0], torch.Tensor):
         return torch.stack(values)
     if hasattr(values[0], "__array__"):
-        return torch.stack([torch.as_tensor(value) for value in values])
-    return torch.tensor(values)
+        return torch.stack([torch.as_tensor(value, device="cpu") for value in values])
+    return torch.tensor(values, device="cpu")

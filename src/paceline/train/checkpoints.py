@@ -189,7 +189,7 @@ def load_place_in_stream(folder: Path) -> dict[str, Any] | None:
     if not (folder / STREAM_NAME).is_file():
         return None
     try:
-        place: dict[str, Any] = torch.load(folder / STREAM_NAME, weights_only=True)
+        place: dict[str, Any] = torch.load(folder / STREAM_NAME, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         logger.warning(
             "%s holds more than plain values, so the stream is read up to its place: %s",

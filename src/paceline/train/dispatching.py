@@ -94,7 +94,7 @@ def _own_batches(source: Iterator[Any], collectives: Collectives, device: torch.
     while complete:
         kept, packed, error = _read_round(source, collectives) if rank == 0 else (None, [], None)
         sizes = torch.zeros(collectives.world_size, dtype=torch.int64, device=device)
-        sizes[: len(packed)] = torch.tensor([len(each) for each in packed], dtype=torch.int64)
+        sizes[: len(packed)] = torch.tensor([len(each) for each in packed], dtype=torch.int64, device=device)
         collectives.sum(sizes, _WHAT)
         complete = bool(sizes.all())
         if not sizes.any():

@@ -47,9 +47,9 @@ class EpochOrder(Sampler[int]):
     def as_tensor(self) -> torch.Tensor:
         """The whole order, int64 of shape (num_samples,)."""
         if not self.shuffle:
-            return torch.arange(self.num_samples)
+            return torch.arange(self.num_samples, device="cpu")
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, self.epoch))
-        return torch.randperm(self.num_samples, generator=generator)
+        return torch.randperm(self.num_samples, generator=generator, device="cpu")
 
 
 class LengthGroupedOrder(EpochOrder):
@@ -67,7 +67,7 @@ class LengthGroupedOrder(EpochOrder):
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int = 0) -> None:
         super().__init__(len(lengths), seed)
-        self.lengths, self.batch_size = torch.as_tensor(lengths), batch_size
+        self.lengths, self.batch_size = torch.as_tensor(lengths, device="cpu"), batch_size
 
     def as_tensor(self) -> torch.Tensor:
         """The whole order, int64 of shape (num_samples,)."""

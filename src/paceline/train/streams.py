@@ -90,7 +90,7 @@ class Stream(IterableDataset[Raw]):
         self.dealing = (
             replace(dealing, world_size=1, read_for=range(1)) if _split_already(dataset) else dealing
         )
-        self._place = torch.zeros(2, dtype=torch.int64)
+        self._place = torch.zeros(2, dtype=torch.int64, device="cpu")
         if shared:
             self._place.share_memory_()
         self._saved: Mapping[str, Any] | None = None
