@@ -554,36 +554,6 @@ def test_wrapping_a_module_again_retires_the_older_wrapper():
         assert_gradients(found, wanted)
 
 
-def split_by_the_compiler(rank, world):
-    torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
-    wrapper = torch.compile(DistributedDataParallel(net, bucket_cap_mb=0.03), backend="aot_eager")
-    x = rank_input(rank, width=64)
-    for _ in range(3):
-        wrapper.zero_grad()
-        wrapper(x).square().sum().backward()
-    reached, launches = [], []
-    for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: reached.append(1))
-    plain = dist.all_reduce
-
-    def noting(*args, **kwargs):
-        launches.append(len(reached))
-        return plain(*args, **kwargs)
-
-    dist.all_reduce = noting
-    wrapper.zero_grad()
-    wrapper(x).square().sum().backward()
-    dist.all_reduce = plain
-    return launches, len(list(net.parameters()))
-
-
-def test_a_compiled_module_is_cut_at_bucket_borders_so_that_launches_overlap():
-    for launches, count in run_ranks(split_by_the_compiler, 2, timeout=110):
-        assert len(launches) > 2 and launches[-1] == count
-        assert launches[0] < count  # the first bucket leaves before backward has ended
-
-
 def frozen_between_forward_and_backward(rank, world):
     net = Chain()
     wrapper = DistributedDataParallel(net, find_unused_parameters=True)

@@ -41,18 +41,18 @@ from paceline.comm.call_forms import (
     unrolled,
 )
 from paceline.comm.calls import BYTES, reduction_of
+from paceline.comm.interpreted import interpreted
 from paceline.comm.local import SharedMemory, copy_call, reduce_call
 from paceline.comm.native import Call, Kind
 from paceline.comm.quick_sums import QuickSums
 from paceline.comm.several_hosts import SeveralHosts
 from paceline.comm.through_gloo import ComparedCalls, GroupOverGloo
-from paceline.comm.uncompiled import uncompiled
 from paceline.comm.work import Worker, joined
 
 logger = logging.getLogger("paceline")
 
 
-@uncompiled
+@interpreted
 class SharedMemoryGroup(GroupOverGloo):
     """A process group whose ranks share memory.
 

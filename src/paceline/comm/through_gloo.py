@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.arena import Arena
+from paceline.comm.interpreted import interpreted
 from paceline.comm.local import elsewhere_call
 from paceline.comm.native import Call
-from paceline.comm.uncompiled import uncompiled
 from paceline.comm.work import TaskWork, Worker
 from paceline.recorder.layout import Kind as Fact
 from paceline.recorder.ring import recorder
@@ -119,7 +119,7 @@ class ComparedCalls:
         self._worker.join()
 
 
-@uncompiled
+@interpreted
 class GroupOverGloo(dist.ProcessGroup):
     """A process group with Gloo inside, and the collectives that always go there.
 

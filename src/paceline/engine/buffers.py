@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.coalesced import broadcast_values, gather_objects, is_overlapping, same_bits
+from paceline.comm.interpreted import interpreted
 from paceline.comm.waiting import Peers
 from paceline.engine.buffer_forms import (
     BufferForm,
@@ -45,6 +46,7 @@ class BufferHook:
     after_forward: bool
 
 
+@interpreted
 class BufferSync:
     """Keeps a module's buffers equal on all ranks.
 

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Variable
 
+from paceline.comm.interpreted import interpreted
+
 
 def call_weakly(method: Callable[..., None], *bound: Any) -> Callable[..., None]:
     """The bound method as a callback that does nothing once its object is gone.
@@ -20,11 +22,13 @@ def call_weakly(method: Callable[..., None], *bound: Any) -> Callable[..., None]
     owner = weakref.ref(method.__self__)  # type: ignore[attr-defined]
     function = method.__func__  # type: ignore[attr-defined]
 
+    @interpreted
     def call_with_what_comes(*arguments: Any) -> None:
         alive = owner()
         if alive is not None:
             function(alive, *arguments)
 
+    @interpreted
     def call_with_bound(*_: Any) -> None:  # for every parameter in every backward: no line more than needed
         alive = owner()
         if alive is not None:
@@ -71,6 +75,7 @@ def at_end_of_backward(finished: Callable[..., None], failed: Callable[..., None
     Variable._execution_engine.queue_callback(end)
 
 
+@interpreted
 class _EndOfBackward:
     def __init__(self, finished: Callable[..., None], failed: Callable[..., None], argument: object) -> None:
         self._finished = finished

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchClass
 
 from paceline.comm.coalesced import broadcast_tensors
+from paceline.comm.interpreted import interpreted
 from paceline.comm.private_group import private_group
 from paceline.comm.waiting import Peers
 from paceline.engine.buffers import BufferSync
@@ -321,6 +322,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # -- inside -----------------------------------------------------------------------------
 
+    @interpreted
     def _before_forward(self) -> bool:
         """What precedes a forward with gradients; True if the user's buffer hook is to run after it."""
         Join.notify_join_context(self)
@@ -350,11 +352,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.low_precision is None:
             with self._seen_by_compiler():
                 return self.module(*inputs, **kwargs)
-        lowered = self.low_precision.lower()
+        lowered, cast = self.low_precision.lower(), self.low_precision.cast_inputs
         try:
-            return self.module(
-                *self.low_precision.cast_inputs(inputs), **self.low_precision.cast_inputs(kwargs)
-            )
+            return self.module(*cast(inputs), **cast(kwargs))
         finally:
             if lowered and not torch.is_grad_enabled():
                 self.low_precision.restore()  # no backward follows

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.comm.interpreted import interpreted
 from paceline.engine.plan import ParameterSpec
 
 _TRAINED = operator.attrgetter("requires_grad")
@@ -22,6 +23,7 @@ _TRAITS = (_TRAINED, operator.attrgetter("dtype"), operator.attrgetter("shape"))
 _SPARSE_LAYERS = (nn.Embedding, nn.EmbeddingBag)
 
 
+@interpreted
 class TrainedParameters:
     """The parameters of a module that require gradients, without duplicates.
 

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.comm.interpreted import interpreted
 from paceline.comm.memory import memory_of
 from paceline.comm.private_group import longest_timeout
 from paceline.comm.waiting import Peers
@@ -62,6 +63,7 @@ from paceline.engine.words import (
 from paceline.errors import GraphChangedError, PeerFailedError, RanksOutOfStepError, UnusedParametersError
 
 
+@interpreted
 class Reducer(TorchReducerNames):
     """Averages the gradients of a module's parameters over the ranks of a group.
 
@@ -349,7 +351,6 @@ class Reducer(TorchReducerNames):
         self._compare_graph(current)
 
     def _check_verdict(self, current: BackwardPass, verdict: PassVerdict) -> None:
-        rank = self.peers.global_rank
         failed = self.peers.in_job(verdict.failed_ranks())
         if failed:
             StatisticsExchange.abandon()
@@ -357,7 +358,7 @@ class Reducer(TorchReducerNames):
             raise self.statistics.note(PeerFailedError(words))
         if not verdict.in_step():
             self._forwards, self.passes_finished = 0, max(verdict.pass_numbers)  # from here in step again
-            words = words_for_out_of_step(rank, current.number, verdict)
+            words = words_for_out_of_step(self.peers.global_rank, current.number, verdict)
             raise self.statistics.note(RanksOutOfStepError(words))
 
     def _learn(self, current: BackwardPass, verdict: PassVerdict) -> None:
@@ -429,9 +430,7 @@ class Reducer(TorchReducerNames):
     # -- words ------------------------------------------------------------------------------
 
     def _report(self, current: BackwardPass) -> RankReport:
-        unreached: list[int] = []
-        if current.standing.has_data:
-            unreached = [slot.index for slot in self.layout.slots if not slot.reached]
+        has_data = current.standing.has_data
         return RankReport(
             rank=self.peers.rank,
             pass_number=current.number,
@@ -440,7 +439,7 @@ class Reducer(TorchReducerNames):
             standing=current.standing,
             buffer_forms=self.buffers.report_forms(),
             without_gradient=[slot.index for slot in self._launcher.slots_without_gradient()],
-            unreached=unreached,
+            unreached=[slot.index for slot in self.layout.slots if has_data and not slot.reached],
             late_buckets=sorted(current.late),
         )
 
