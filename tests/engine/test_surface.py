@@ -23,6 +23,7 @@ from torch.func import functional_call, grad, vmap
 from paceline.engine.comm_hooks import check_hook, name_of_hook
 from paceline.engine.ddp import DistributedDataParallel
 from paceline.engine.outputs import tensors_in
+from paceline.engine.verify import verify_replicas
 from paceline.errors import ArgumentError
 from tests.engine.nets import Chain, assert_gradients, gradients, mean_gradients, rank_input
 from tests.ranks import run_ranks
@@ -492,3 +493,25 @@ def two_dimensions(rank, world):
 
 def test_data_parallel_along_one_dimension_of_a_mesh_tensor_parallel_along_the_other():
     run_ranks(two_dimensions, 4, timeout=100)
+
+
+def outside_of_the_group(rank, world):
+    """What a rank is told that wraps or verifies over the others' process group."""
+    group = dist.new_group([0])
+    if rank == 0:
+        return []
+    uses = (
+        lambda: DistributedDataParallel(Chain(), process_group=group),
+        lambda: verify_replicas(Chain(), group),
+    )
+    told = []
+    for use in uses:
+        with pytest.raises(ArgumentError) as raised:
+            use()
+        told.append(str(raised.value))
+    return told
+
+
+def test_ranks_outside_of_a_process_group_are_told_so():
+    _, told = run_ranks(outside_of_the_group, 2, timeout=60)
+    assert told == ["rank 1 is not in this process group: only its members may use it"] * 2

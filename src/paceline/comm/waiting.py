@@ -35,10 +35,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from paceline.comm.causes import Cause
 from paceline.comm.job_store import store_of_job
 from paceline.comm.last_words import exception_key, in_words, leave_word_of_uncaught_exceptions
 from paceline.comm.leaving import let_gloo_rest_before_leaving
-from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerFailedError, PeerLostError
+from paceline.errors import (
+    ArgumentError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerFailedError,
+    PeerLostError,
+)
 from paceline.recorder.reading import read_state
 from paceline.recorder.ring import recorder
 from paceline.recorder.words import whereabouts
@@ -62,35 +69,6 @@ class Seat:
     record: str = ""
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Why a collective cannot finish.
-
-    Attributes:
-        kind: "lost" (processes are gone), "left" (connections broke), "absent" (did not come) or
-            "apart" (all came, to different collectives).
-        ranks: the ranks of the whole job it is put down to; empty when none could be found.
-        elsewhere: what other ranks wait for, in words; of kind "apart" alone.
-    """
-
-    kind: str
-    ranks: list[int]
-    elsewhere: str = ""
-
-    def in_words(self) -> str:
-        """The end of a sentence that begins with what failed."""
-        named = ", ".join(f"rank {rank}" for rank in self.ranks) or "a rank"
-        return {
-            "lost": f"the process of {named} is gone; look for the first error in its output",
-            "left": f"the connection to {named} broke; look for the first error in its output",
-            "absent": (
-                f"{named} did not come before the timeout: stuck, stopped, slower than the process group's "
-                "timeout, or out of data while others still have some"
-            ),
-            "apart": f"the ranks wait for different things: {self.elsewhere}",
-        }[self.kind]
-
-
 class Peers:
     """The other ranks of a group, seen through what they write into a store.
 
@@ -104,11 +82,18 @@ class Peers:
         global_rank: this rank within the whole job, which is what messages name.
         waited_s: seconds that this rank has waited for collectives so far, here.
         between_slices: called while this rank waits, and when a wait has failed; what it raises is the error.
+
+    Raises:
+        ArgumentError: this rank is not one of the group's.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ArgumentError(
+                f"rank {dist.get_rank()} is not in this process group: only its members may use it"
+            )
         self.world_size = dist.get_world_size(group)
         self.global_rank = dist.get_global_rank(group, self.rank)
         self._ranks = dist.get_process_group_ranks(group)
