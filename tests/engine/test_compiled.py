@@ -49,7 +49,7 @@ def compiled_inside(net, backend):
 
 
 def compiled_in_place(net, backend):
-    wrapper = DistributedDataParallel(net)
+    wrapper = DistributedDataParallel(net, bucket_cap_mb=1e-5)
     net.compile(backend=backend)
     return wrapper, lambda x: loss_of(wrapper, x).backward()
 

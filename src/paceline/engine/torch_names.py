@@ -9,6 +9,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -239,8 +240,10 @@ class TorchNames:
         _refuse_compiled_autograd()
         homes: tuple[Any, ...] = (TorchClass, type(self))
         before = [home._active_ddp_module for home in homes]
+        # All that it reads is this, and it refuses to be given less than the size of torch's first bucket.
+        cap = max(self.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
         for home in homes:
-            home._active_ddp_module = self
+            home._active_ddp_module = SimpleNamespace(bucket_bytes_cap=cap)
         try:
             yield
         finally:
