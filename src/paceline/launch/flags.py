@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -28,6 +29,7 @@ from paceline.launch.refused import reason_against
 from paceline.launch.script_variables import script_variables
 from paceline.launch.slurm import hosts_of_slurm
 
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _WIDTH, _MARGIN = 100, 43  # of help: columns, and where its texts begin
 _USAGE = "paceline launch [options] script [script arguments]"
 _DESCRIPTION = """\
@@ -321,6 +323,10 @@ def _unknown_option(option: str) -> str:
 
 
 def _check_script(script: str, *, module: bool, no_python: bool) -> None:
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise ArgumentError("the current folder was deleted; change to one that is there") from None
     if module:
         if "/" in script or script.endswith(".py"):
             raise ArgumentError(
@@ -333,6 +339,9 @@ def _check_script(script: str, *, module: bool, no_python: bool) -> None:
                 f"--no_python: there is no program {script!r} on PATH, or it may not be executed"
             )
     elif not os.path.exists(script):
+        module = f"; to start a module write -m {script}" if _MODULE.fullmatch(script) else ""
+        raise ArgumentError(f"there is no script {script!r} (looked in {folder}){module}")
+    elif not (os.path.isfile(script) or os.path.isdir(script)):
         raise ArgumentError(
-            f"there is no script {script!r} (looked in {os.getcwd()}); to start a module write -m {script}"
+            f"the script {script!r} is no file: every rank has to read it, so write it to one first"
         )

@@ -87,7 +87,7 @@ class _Server:
 
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> _Rank | None:
         parent = os.getpid()
-        pid = os.fork()
+        pid = self._try_to_fork()
         if pid == 0:
             _become_child(parent, (self._connection.detach(), self._wake_reader, self._wake_writer))
             if request["do"] == "store":
@@ -95,13 +95,17 @@ class _Server:
             return _Rank(request, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if request["do"] == "fork":
-            self._ranks.add(pid)
-            _say(self._connection, pid=pid)
-        else:
-            self._stores.add(pid)
-            _say(self._connection, store=pid)
+        if pid is not None:
+            (self._ranks if request["do"] == "fork" else self._stores).add(pid)
+            _say(self._connection, **{"pid" if request["do"] == "fork" else "store": pid})
         return None
+
+    def _try_to_fork(self) -> int | None:
+        try:
+            return os.fork()
+        except OSError as error:  # this host allows no more processes, or has no more memory
+            _say(self._connection, refused=error.errno)
+            return None
 
     def _end_stores(self) -> None:
         while self._stores:
@@ -146,7 +150,10 @@ def _modules_in(folder: str) -> set[str]:
 
 
 def _say(connection: socket.socket, **message: Any) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    try:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+    except BrokenPipeError:
+        pass  # the launcher is gone, as will be read from the connection next
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

@@ -142,6 +142,7 @@ class SpawnedRank(RankProcess):
 
     Raises:
         LaunchError: the program cannot be started.
+        OSError: this host allows no more processes or open files.
     """
 
     def __init__(
@@ -163,6 +164,8 @@ class SpawnedRank(RankProcess):
                 preexec_fn=leash(),
             )
         except OSError as error:
+            if error.filename is None:  # it is not the program, but the host that has no more to give
+                raise
             raise LaunchError(
                 f"rank {seat.rank} could not be started: {command[0]}: {error.strerror}"
             ) from None
