@@ -273,10 +273,11 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = "/nonexistent"  # not this folder, whose modules have common names
     gc.disable()  # importing torch makes a million objects and no garbage to speak of
-    environment, rank_main, recorder, leaving = _borrow(
+    environment, rank_main, own_address, recorder, leaving = _borrow(
         source,
         "paceline.environment",
         "paceline.launch.rank_main",
+        "paceline.launch.own_address",
         "paceline.recorder.ring",
         "paceline.comm.leaving",
     )
@@ -297,6 +298,7 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     over = recorder.observe()
     leaving.let_gloo_rest_before_leaving()
     leaving.let_gloo_rest_before_groups_end()
+    own_address.let_ranks_meet_elsewhere(int(request["environment"]["MASTER_PORT"]))
     program = (request["kind"], request["name"], *request["arguments"])
     rank_main.run(request["told"], *program, hide=(__file__,), script_is_over=over)
 

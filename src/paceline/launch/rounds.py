@@ -122,7 +122,7 @@ class Rounds:
         )  # fmt: skip
         try:
             meeting = Meeting(self._run_id, now.master_addr, now.master_port, now.number,
-                              self._config.max_restarts, now.interface)  # fmt: skip
+                              self._config.max_restarts, now.store_is_kept, now.interface)  # fmt: skip
             attempt.start(
                 {
                     seat.local_rank: rank_environment(
