@@ -339,8 +339,8 @@ def _check_script(script: str, *, module: bool, no_python: bool) -> None:
                 f"--no_python: there is no program {script!r} on PATH, or it may not be executed"
             )
     elif not os.path.exists(script):
-        module = f"; to start a module write -m {script}" if _MODULE.fullmatch(script) else ""
-        raise ArgumentError(f"there is no script {script!r} (looked in {folder}){module}")
+        hint = f"; to start a module write -m {script}" if _MODULE.fullmatch(script) else ""
+        raise ArgumentError(f"there is no script {script!r} (looked in {folder}){hint}")
     elif not (os.path.isfile(script) or os.path.isdir(script)):
         raise ArgumentError(
             f"the script {script!r} is no file: every rank has to read it, so write it to one first"
