@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ArgumentError
+from paceline.launch import help_pages
 from paceline.launch.config import MAIN_PORT, Hosts, LaunchConfig, Output
 from paceline.launch.config_file import read_config_file
-from paceline.launch.help_pages import LAUNCH, TEST, ShowHelp
 from paceline.launch.options import names_of, options
 from paceline.launch.refused import reason_against
 from paceline.launch.script_variables import script_variables
@@ -38,10 +38,10 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, with_script: bool =
         parser: gets them.
         with_script: the script and its arguments follow.
     """
-    page = LAUNCH if with_script else TEST
+    page = help_pages.of_launch() if with_script else help_pages.of_test()
     parser.usage = page.usage
-    parser.add_argument("-h", "--help", action=ShowHelp, nargs=0, text=page.short)
-    parser.add_argument("--help_all", "--help-all", action=ShowHelp, nargs=0, text=page.long)
+    parser.add_argument("-h", "--help", action=help_pages.ShowHelp, nargs=0, text=page.short)
+    parser.add_argument("--help_all", "--help-all", action=help_pages.ShowHelp, nargs=0, text=page.long)
     for option in options():
         if option.read is None:
             parser.add_argument(*option.spellings(), dest=option.key, action="store_const", const=True)

@@ -55,23 +55,29 @@ class HelpPages:
         )
 
 
-LAUNCH = HelpPages(
-    "paceline launch [options] script [script arguments]",
-    "Starts a training script once for every rank. Options stand before the script, with _ or - between\n"
-    "words; what follows the script is handed to it untouched.",
-    (
-        "paceline launch --num_processes 4 train.py --epochs 3",
-        "paceline launch --cpu --num_processes 2 -m my_package.train",
-        "paceline launch --num_processes 16 --num_machines 2 --machine_rank 0 --main_process_ip host0 "
-        "train.py",
-    ),
-)
-TEST = HelpPages(
-    "paceline test [options of paceline launch]",
-    "Trains a tiny model on the ranks that `paceline launch` with the same options would start, and checks\n"
-    "that the replicas are bit-identical and equal one process on the joined batches.",
-    ("paceline test", "paceline test --cpu --num_processes 2"),
-)
+def of_launch() -> HelpPages:
+    """The help of ``paceline launch``."""
+    return HelpPages(
+        "paceline launch [options] script [script arguments]",
+        "Starts a training script once for every rank. Options stand before the script, with _ or - between\n"
+        "words; what follows the script is handed to it untouched.",
+        (
+            "paceline launch --num_processes 4 train.py --epochs 3",
+            "paceline launch --cpu --num_processes 2 -m my_package.train",
+            "paceline launch --num_processes 16 --num_machines 2 --machine_rank 0 --main_process_ip host0 "
+            "train.py",
+        ),
+    )
+
+
+def of_test() -> HelpPages:
+    """The help of ``paceline test``."""
+    return HelpPages(
+        "paceline test [options of paceline launch]",
+        "Trains a tiny model on the ranks that `paceline launch` with the same options would start, and checks\n"
+        "that the replicas are bit-identical and equal one process on the joined batches.",
+        ("paceline test", "paceline test --cpu --num_processes 2"),
+    )
 
 
 class ShowHelp(argparse.Action):
