@@ -74,8 +74,8 @@ def of_test() -> HelpPages:
     """The help of ``paceline test``."""
     return HelpPages(
         "paceline test [options of paceline launch]",
-        "Trains a tiny model on the ranks that `paceline launch` with the same options would start, and checks\n"
-        "that the replicas are bit-identical and equal one process on the joined batches.",
+        "Trains a tiny model on the ranks that `paceline launch` with the same options would start, and\n"
+        "checks that the replicas are bit-identical and equal one process on the joined batches.",
         ("paceline test", "paceline test --cpu --num_processes 2"),
     )
 
