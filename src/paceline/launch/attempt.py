@@ -216,6 +216,12 @@ class Attempt:
         """End a rank that does not leave Python."""
         next(rank for rank in self._ranks if rank.seat.rank == overdue.rank).end_overdue(overdue.lost)
 
+    def end_deadlock(self) -> None:
+        """End all ranks, which wait for each other and for nothing else."""
+        self._take_stock()
+        for rank in self._ranks:
+            rank.end_deadlocked()
+
     def wait(self, seconds: float, until: Callable[[], bool]) -> None:
         """Give the ranks time to end by themselves.
 
@@ -291,7 +297,8 @@ class Attempt:
             time.sleep(_ANSWER)
         for number in (rank.seat.rank for rank in asked):  # the rest as before: it may go on by it
             self._states[number] = with_stack(self._states[number], record_of(self.folder.records, number))
-        ended = [rank.seat.rank for rank in self._ranks if rank.status is not None]
+        # What ranks told that were ended in a deadlock is only that the others were ended, too.
+        ended = [rank.seat.rank for rank in self._ranks if rank.status is not None and not rank.deadlocked]
         states = self.states() if ended else {}
         self._states |= {number: states[number] for number in ended if number in states}
 
@@ -379,6 +386,7 @@ class Attempt:
             log=str(log) if log and logged else None,
             frozen=rank.was_stopped,
             overstayed=rank.overstayed,
+            deadlocked=rank.deadlocked,
             state=self._states.get(rank.seat.rank),
             looked_at=self._looked_at or rank.ended_at,
         )

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.diagnose.deadlock import deadlocked
 from paceline.diagnose.stragglers import StragglerWatch
 from paceline.errors import LaunchError
 from paceline.launch.failure import (
@@ -126,6 +127,9 @@ class Job(Protocol):
     def look(self, states: Mapping[int, RankState], now: float) -> str:
         """Compare what this host's ranks record, read now, with the rest of the job; text to show."""
 
+    def deadlocked(self, states: Mapping[int, RankState], now: float) -> bool:
+        """Whether the job's ranks wait for each other, as this host's records, read now, and others tell."""
+
     def stop_requested(self) -> bool:
         """Whether the round is over on this host because of what happened on another one."""
 
@@ -180,6 +184,9 @@ class LocalJob(Job):
     def look(self, states: Mapping[int, RankState], now: float) -> str:
         told = self._stragglers.look(states, now)
         return _line(told) if told else ""
+
+    def deadlocked(self, states: Mapping[int, RankState], now: float) -> bool:
+        return len(states) == self._ranks and deadlocked(states.values(), now)
 
     def stop_requested(self) -> bool:
         return False

@@ -59,6 +59,7 @@ class RankProcess:
         signalled: it was asked to end while its script ran.
         was_stopped: it was found stopped (SIGSTOP, a debugger).
         overstayed: what it was still doing, in words, when it was ended because it did not leave Python; "".
+        deadlocked: it was ended because all ranks waited for each other.
     """
 
     def __init__(self, seat: RankSeat, pid: int, told: Path) -> None:
@@ -68,6 +69,7 @@ class RankProcess:
         self.signalled = False
         self.was_stopped = False
         self.overstayed = ""
+        self.deadlocked = False
         self._said: int | None = None
 
     @property
@@ -83,7 +85,7 @@ class RankProcess:
     @property
     def status(self) -> int | None:
         """Its exit code, as soon as its script is over, whatever ends the interpreter's shutdown then."""
-        if self.overstayed:
+        if self.overstayed or self.deadlocked:
             return 1
         if self._said is None:
             return self.exit_code
@@ -121,6 +123,11 @@ class RankProcess:
     def end_overdue(self, lost: str) -> None:
         """End a rank that does not leave Python; a failure if ``lost`` tells what it was still doing."""
         self.overstayed = lost
+        _send(self.pid, signal.SIGKILL, whole_group=True)
+
+    def end_deadlocked(self) -> None:
+        """End a rank that waits for one that waits for it; in native code it can take no other signal."""
+        self.deadlocked = True
         _send(self.pid, signal.SIGKILL, whole_group=True)
 
     def pass_on(self, number: int, *, whole_group: bool) -> None:
