@@ -1,8 +1,12 @@
 """Ranks that wait for each other in the collectives of different process groups.
 
 PyTorch ends that at the timeout of the groups, and those that ``new_group`` makes have 30 minutes, whatever
-``init_process_group`` was given. That nobody can get on is certain where the main thread of every rank stands
-still in a collective of a group some member of which stands still in one of another group.
+``init_process_group`` was given. Nobody can get on where the main thread of every rank stands still in a
+collective of a group some member of which stands still in one of another group.
+
+Note: what standing still is
+    A thread that uses no processor time at all between looks has not run one instruction, so it is in the
+    same call. A loop that comes by the same line again and again uses some.
 
 Pure: nothing here looks at a process.
 """
