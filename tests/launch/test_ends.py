@@ -239,7 +239,7 @@ def test_a_host_that_allows_no_more_open_files(tmp_path: Path, method: str) -> N
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "paceline launch: the ranks could not be started: Too many open files. Allow more open files, some "
+        "paceline launch: the launcher cannot go on: Too many open files. Allow more open files, some "
         "five for each rank (`ulimit -n`); it is 40 now\n"
     )
 

@@ -211,9 +211,7 @@ def describe(endings: Sequence[Ending], *, attempt: int, max_restarts: int, quie
         return _own_words(cause, endings, story="")
     others = sorted((e for e in endings if e is not cause), key=lambda ending: ending.rank)
     attempts = f", attempt {attempt + 1} of {max_restarts + 1}" if max_restarts else ""
-    failed = "held up the others" if _waited_for(cause) else "failed first"
-    failed = "waited in vain" if cause.deadlocked else failed
-    lines = [f"{cause.name} {failed} ({_how(cause)}, pid {cause.pid}{attempts})"]
+    lines = [f"{cause.name} {_did(cause)} ({_how(cause)}, pid {cause.pid}{attempts})"]
     lines += [_consequence(ending, cause) for ending in others]
     if cause.log:
         lines.append(f"all that {cause.name} wrote to stderr: {cause.log}")
@@ -254,6 +252,12 @@ def _recorded_traceback(error_file: str | None) -> str:
         return str(json.loads(error_file or "")["message"]["extraInfo"]["py_callstack"]).rstrip()
     except (ValueError, KeyError, TypeError):
         return ""
+
+
+def _did(cause: Ending) -> str:
+    if cause.deadlocked:
+        return "waited in vain"
+    return "held up the others" if _waited_for(cause) else "failed first"
 
 
 def _how(ending: Ending) -> str:

@@ -106,7 +106,7 @@ def _told_plainly_what_is_short() -> Iterator[None]:
             raise
         kind, words = limit
         now = f"; it is {resource.getrlimit(kind)[0]} now" if kind is not None else ""
-        raise LaunchError(f"the ranks could not be started: {error.strerror}. {words}{now}") from None
+        raise LaunchError(f"the launcher cannot go on: {error.strerror}. {words}{now}") from None
 
 
 class _Start:
