@@ -41,9 +41,12 @@ def _facts(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     kind = torch.accelerator.current_accelerator() if devices else None
     yield "devices", f"{devices} x {kind}" if devices else "none besides the CPU"
-    yield "built for", f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, XPU {torch.version.xpu}"
-    choice = choose_backend(None, choose_device())
-    yield "backend", f"{choice.name}: {choice.reason}"
+    built_for = {"CUDA": torch.version.cuda, "HIP": torch.version.hip, "XPU": torch.version.xpu}
+    yield (
+        "built for",
+        ", ".join(f"{name} {version}" for name, version in built_for.items() if version) or "the CPU alone",
+    )
+    yield "backend", choose_backend(None, choose_device()).reason
     yield "kernel", why_unavailable() or "built: ranks of one host can reduce in shared memory"
     yield "configuration", str(find_config_file(environment) or "no file")
     for name in sorted(environment):

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="paceline", description="Data-parallel training on PyTorch.", allow_abbrev=False
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="command", required=True)
     launch = commands.add_parser(
         "launch", help="start a training script on several ranks", allow_abbrev=False, add_help=False
     )
@@ -109,6 +109,7 @@ def _config(understood: argparse.Namespace, unknown: Sequence[str]) -> int:
 
     _refuse(unknown)
     path = Path(understood.config_file or default_config_file(environment.snapshot()))
+    print(f"the answers go to {path}; Enter takes what stands in brackets", file=sys.stderr)
     write(ask(input), path)
     print(f"written to {path}; `paceline launch` and `accelerate launch` read it", file=sys.stderr)
     return 0

@@ -31,6 +31,13 @@ def test_test_trains_on_what_launch_would_start() -> None:
     assert "bit-identical" in done.stdout
 
 
+def test_the_help_of_test_is_its_own() -> None:
+    done = paceline("test", "--help")
+    assert done.stdout.startswith("usage: paceline test [options of paceline launch]\n")
+    assert "--num_processes N" in done.stdout and "`paceline test --help_all`" in done.stdout
+    assert "train.py" not in done.stdout
+
+
 def test_env_prints_what_a_bug_report_needs() -> None:
     done = paceline("env", OMP_NUM_THREADS="1", SECRET_TOKEN="hunter2")
     assert done.returncode == 0, done.stderr

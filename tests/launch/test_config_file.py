@@ -96,6 +96,8 @@ def test_fsdp_and_dynamo(tmp_path: Path) -> None:
         ("compute_environment: AMAZON_SAGEMAKER", "SageMaker is not supported"),
         ("deepspeed_config: {zero_stage: 3}", "deepspeed_config: DeepSpeed"),
         ("tpu_name: my-tpu", "tpu_name: TPUs"),
+        ("command_file: x", "command_file: TPUs"),
+        ("mpirun_config: {mpirun_hostfile: hosts}", "mpirun_config: mpirun is not used"),
         ("fsdp_config: {fsdp_bogus: 1}", "fsdp_bogus: there is no such option"),
         ("mixed_precision: fp8", "fp8 is not supported; write bf16"),
         ("use_cpu: perhaps", "'perhaps' is neither true nor false"),
@@ -107,6 +109,29 @@ def test_what_is_unknown_or_not_supported_is_refused_by_name(tmp_path: Path, con
     with pytest.raises(ArgumentError, match=text) as refused:
         read(tmp_path, content)
     assert "c.yaml" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("num_processes: '2'", {"num_processes": 2}),
+        ("num_processes: 2.0", {"num_processes": 2}),
+        ("num_processes: null\nuse_cpu: null\ngpu_ids:\ndebug: ~\nfsdp_config: null", {}),
+        ("use_cpu: 1", {"cpu": True}),
+        ("use_cpu: 'Yes'", {"cpu": True}),
+        ("use_cpu: 0", {}),
+        ("gpu_ids: [0, 2]", {"gpu_ids": "0,2"}),
+        ("gpu_ids: 0", {"gpu_ids": "0"}),
+        ("mixed_precision: no", {"mixed_precision": "no"}),
+        ("distributed_type: NO", {}),
+        ("downcast_bf16: 'false'", {}),
+        ("fsdp_config: {fsdp_min_num_params: 1.0e+8}", {"fsdp_min_num_params": 100_000_000}),
+        ("fsdp_config: {fsdp_backward_prefetch_policy: X}", {"fsdp_backward_prefetch": "X"}),
+        ("---\n# two hosts\nnum_machines: 2  # at least\n", {"num_machines": (2, 2)}),
+    ],
+)
+def test_values_as_people_write_them(tmp_path: Path, content: str, expected: dict[str, Any]) -> None:
+    assert read(tmp_path, content) == expected
 
 
 def test_where_it_is_looked_for(tmp_path: Path) -> None:

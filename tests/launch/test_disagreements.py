@@ -30,6 +30,10 @@ if kind == "another root":
 if kind == "crashes" and odd:
     os.abort()
 ordinary(10)
+if kind == "other groups first":
+    one, other = dist.new_group(), dist.new_group()
+    for group in (other, one) if odd else (one, other):
+        dist.all_reduce(torch.ones(10), group=group)
 """
 WAITED = r"had waited \d\.\d s for a collective"
 REPORTS = {
@@ -53,6 +57,12 @@ REPORTS = {
         r"rank 1 held up the others \(alive, pid \d+\).*"
         r"rank 1 held up the others: it was asleep for \d\.\d s at job.py:7\. "
         rf"Rank 0 {WAITED} \(init_process_group\) at job.py:8\. Look at that line.*",
+    ),
+    "other groups first": (
+        1,
+        r"rank 0 waited in vain \(ended by the launcher, pid \d+\) rank 1 waited in vain, too .*"
+        rf"Rank 0 {WAITED} \(all_reduce\) in process group 1 at job.py:25\. "
+        rf"Rank 1 {WAITED} \(all_reduce\) in process group 2 at job.py:25\. .* for longer than the timeout",
     ),
     "crashes": (
         134,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,6 +14,9 @@ import pytest
 
 from tests.launch.launching import (
     LIMIT,
+    SOURCE,
+    command,
+    environment,
     pids_in,
     run,
     script,
@@ -222,6 +227,44 @@ def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
     done = run("--no_python", "--num_processes", "2", program)
     assert done.returncode == 1
     assert done.stderr.startswith("paceline launch: rank 0 could not be started: ")
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_host_that_allows_no_more_open_files(tmp_path: Path, method: str) -> None:
+    job = script(tmp_path, "import time\ntime.sleep(300)")
+    launch = shlex.join(command("--num_processes=16", f"--start_method={method}", job))
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -n 40; exec {launch}"],
+        env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "paceline launch: the launcher cannot go on: Too many open files. Allow more open files, some "
+        "five for each rank (`ulimit -n`); it is 40 now\n"
+    )
+
+
+def test_a_host_that_allows_no_more_processes(tmp_path: Path) -> None:
+    scarce = tmp_path / "scarce"
+    scarce.mkdir()
+    script(
+        scarce,
+        "import os\ndef fork(): raise BlockingIOError(11, 'no more')\nos.fork = fork",
+        "sitecustomize.py",
+    )
+    done = run(script(tmp_path, "print('never')"), PYTHONPATH=f"{scarce}:{SOURCE}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"paceline launch: .*Allow more processes and threads \(`ulimit -u`\).*\n", done.stderr
+    )
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_told_before_anything_starts(tmp_path: Path) -> None:
+    done = run("--log_dir=/proc/nowhere", script(tmp_path, "print('never')"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"paceline launch: the folder '/proc/nowhere/.*' cannot be made: .*--log_dir\n", done.stderr
+    )
 
 
 def test_other_signals_reach_the_ranks_which_go_on(tmp_path: Path) -> None:

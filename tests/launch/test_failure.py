@@ -248,3 +248,23 @@ def test_a_rank_that_did_not_leave_is_no_crash() -> None:
         "paceline launch: rank 1 did not leave Python, and was ended: it was waiting for its thread "
         "uploader. --exit_timeout gives it longer"
     ]
+
+
+def test_ranks_that_were_ended_because_they_waited_for_each_other() -> None:
+    waits = [
+        RankState(
+            rank,
+            waits_for=f"a collective (barrier) in process group {rank + 1} at x.py:{rank}",
+            waits_since=90.0,
+        )
+        for rank in range(2)
+    ]
+    endings = [ending(s.rank, 1, 100.0, deadlocked=True, state=s, looked_at=100.0) for s in waits]
+    report = describe(endings, attempt=0, max_restarts=0).splitlines()
+    assert report[:2] == [
+        "paceline launch: rank 0 waited in vain (ended by the launcher, pid 100)",
+        "paceline launch: rank 1 waited in vain, too (ended by the launcher)",
+    ]
+    assert "Rank 1 had waited 10 s for a collective (barrier) in process group 2 at x.py:1." in report[2]
+    assert "in different process groups" in report[2] and len(report) == 3
+    assert exit_status(first_failure(endings)) == 1

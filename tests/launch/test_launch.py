@@ -92,6 +92,38 @@ def test_two_launches_at_once(tmp_path: Path) -> None:
             assert launch.returncode == 0
 
 
+MEET_ELSEWHERE = """
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+def meet(rank, world_size, port, way):
+    if way == "environment":
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    total = torch.ones(1) * (rank + 1)
+    dist.all_reduce(total)
+    sys.stdout.write(f"sum {total.item()}\\n")
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    port, way = sys.argv[1:]
+    if os.environ["WORLD_SIZE"] == "1":
+        mp.spawn(meet, (2, port, way), nprocs=2)
+    else:
+        meet(int(os.environ["RANK"]), 2, port, way)
+"""
+
+
+@pytest.mark.parametrize("way", ["environment", pytest.param("url", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_ranks_meet_where_they_like(tmp_path: Path, way: str, ranks: int) -> None:
+    """One rank that starts two itself, or two, at an address that is not the launcher's."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    done = run(f"--num_processes={ranks}", script(tmp_path, MEET_ELSEWHERE), port, way)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"sum (\S+)", done.stdout) == ["3.0", "3.0"]
+
+
 @pytest.mark.skipif(
     subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode != 0,
     reason="may not name a machine of its own",

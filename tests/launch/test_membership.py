@@ -299,3 +299,23 @@ def test_nothing_is_told_of_ranks_of_which_one_host_says_nothing(monkeypatch: py
             tell_ranks(job, h1, {2: 0.6 * second}, clock.now, ahead=0.0)
         job.state.look()
     assert h0.heard("tell") == h1.heard("tell") == 0
+
+
+def test_ranks_that_wait_for_each_other_are_ended_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, clock = Job(silence=1e9), SimpleNamespace(now=time.monotonic())
+    h0, h1 = started(job, "h0", "h1")
+    monkeypatch.setattr("paceline.launch.coordinator.time", SimpleNamespace(monotonic=lambda: clock.now))
+    began = clock.now
+    for _ in range(10):
+        clock.now += 2.0
+        for host, ranks, ahead in ((h0, (0, 1), 0.0), (h1, (2, 3), 1000.0)):
+            states = [
+                RankState(rank, read_at=clock.now + ahead, seen=clock.now + ahead, stands=True, patience=9.0,
+                          waits_for="a collective (barrier)", still_since=began + ahead,
+                          group="1" if rank < 3 else "2", members=(0, 1, 2, 3))
+                for rank in ranks
+            ]  # fmt: skip
+            job.say(host, "ranks", states=[vars(state) for state in states], now=clock.now + ahead)
+        job.state.look()
+        assert h0.heard("deadlock") == h1.heard("deadlock")
+        assert bool(h1.heard("deadlock")) == (clock.now - began > 9.0)

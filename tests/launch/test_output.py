@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,8 @@ class Scene:
 
     def stream(self, rank: int, prefix: bytes | None = None, **settings: object) -> tuple[RankStream, int]:
         reader, writer = os.pipe()
-        return RankStream(rank, reader, self.screen, prefix=prefix, **settings), writer  # type: ignore[arg-type]
+        stream = RankStream(rank, reader, self.screen, self.screen, prefix=prefix, **settings)  # type: ignore[arg-type]
+        return stream, writer
 
     def shown(self) -> bytes:
         return self.path.read_bytes()
@@ -103,11 +106,28 @@ def test_every_byte_goes_to_the_file(scene: Scene, tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == b"a\rb\n\xffc"
 
 
-def test_a_full_disk_ends_the_file_and_not_the_run(scene: Scene) -> None:
-    stream, writer = scene.stream(0, b"", file=open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_full_disk_ends_the_file_and_not_the_run(scene: Scene, shown: bool) -> None:
+    reader, writer = os.pipe()
+    file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115  (the stream closes it)
+    stream = RankStream(0, reader, scene.screen if shown else None, scene.screen, prefix=b"", file=file)
     feed_and_finish(stream, writer, b"one\n", b"two\n")
-    assert b"cannot write /dev/full any more" in scene.shown()
-    assert scene.shown().endswith(b"one\ntwo\n")
+    note = b"paceline launch: cannot write /dev/full any more: No space left on device\n"
+    assert scene.shown() == note + (b"one\ntwo\n" if shown else b"")
+
+
+def test_a_file_that_takes_a_part_gets_the_rest(scene: Scene) -> None:
+    class Slow(io.BytesIO):
+        taken = b""
+
+        def write(self, data: Any) -> int:
+            self.taken += bytes(data[:2])
+            return min(2, len(data))
+
+    file = Slow()
+    stream, writer = scene.stream(0, b"", file=file)
+    feed_and_finish(stream, writer, b"hello\n")
+    assert file.taken == b"hello\n"
 
 
 def test_a_reader_that_went_away_ends_nothing(tmp_path: Path) -> None:
@@ -121,7 +141,8 @@ def test_a_reader_that_went_away_ends_nothing(tmp_path: Path) -> None:
 
 def test_the_pump_loses_nothing_of_what_was_written_before_the_end(scene: Scene) -> None:
     streams, writers = zip(*(scene.stream(rank, b"[rank%d]: " % rank) for rank in range(3)), strict=True)
-    pump = Pump(streams)
+    pump = Pump()
+    pump.start(streams)
     for number in range(200):
         for writer in writers:
             os.write(writer, b"line %d" % number)
@@ -138,7 +159,8 @@ def test_the_pump_loses_nothing_of_what_was_written_before_the_end(scene: Scene)
 
 def test_a_stranger_that_writes_for_ever_does_not_hold_the_pump(scene: Scene) -> None:
     stream, writer = scene.stream(0, b"[rank0]: ")
-    pump = Pump([stream])
+    pump = Pump()
+    pump.start([stream])
     with subprocess.Popen(["yes"], stdout=writer, stderr=subprocess.DEVNULL) as stranger:
         os.close(writer)
         time.sleep(0.2)

@@ -37,7 +37,6 @@ def test_a_folder_goes_unless_it_is_to_be_kept(temporary: Path) -> None:
 
 def test_the_users_folder_stays(temporary: Path) -> None:
     named = temporary / "logs" / "run"
-    named.mkdir(parents=True)
     with RunFolder(named) as mine:
         assert mine.path == named
     assert named.is_dir()

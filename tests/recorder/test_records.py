@@ -260,6 +260,19 @@ def test_where_the_main_thread_stands_is_told(
     assert 1.0 < state.seen - state.line_since < 5.0
 
 
+@pytest.mark.parametrize(
+    ("call", "still"), [("time.sleep(2.5)", True), ("for _ in range(50): time.sleep(0.05)", False)]
+)
+def test_standing_still_is_told_from_coming_by_again(tmp_path: Path, call: str, still: bool) -> None:
+    (tmp_path / "job.py").write_text(f"{STAND}\n{call}\nos._exit(0)\n")
+    place = {"RANK": "1", "WORLD_SIZE": "2", "PACELINE_RECORDS": str(tmp_path), "PYTHONPATH": str(SOURCE)}
+    words = [sys.executable, "-S", str(tmp_path / "job.py")]
+    subprocess.run(words, env={**os.environ, **place}, check=True, timeout=60)
+    state = state_in(tmp_path, 1)
+    assert state.line == "job.py:8" and 0.5 < state.seen - state.line_since < 5.0
+    assert (state.still_since - state.line_since < 0.5) == still
+
+
 def test_files_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "empty.record").touch()
     (tmp_path / "torn.record").write_bytes(b"paceline record 1\n{")

@@ -34,9 +34,9 @@ _ADVICE = {
     COLLECTIVE: ("It called another collective than the others: all ranks must call the same, in one order."),
 }
 _DO_NOT_MEET = (
-    "They do not find each other. Under a launcher no rank opens a store of its own, so leave out "
-    "init_method='tcp://...', rank and world_size: env:// finds the launcher's store. Else the network "
-    "between them does not deliver."
+    "They do not find each other: the address they look at is not that of rank 0, or the network between "
+    "them does not deliver. Under a launcher leave out init_method, rank and world_size, and do not set "
+    "MASTER_ADDR and MASTER_PORT: then they meet at the launcher's store."
 )
 _NOT_ALIKE = (
     "Either they gave it different arguments (src, dst, group, shapes, the order of calls in that line), or "

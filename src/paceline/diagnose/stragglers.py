@@ -9,10 +9,11 @@ Records of several hosts are not read at one moment, so each rank's waiting is h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from paceline.diagnose.comparison import compare
+from paceline.diagnose.deadlock import wait_for_each_other
 from paceline.recorder.places import COLLECTIVE
 from paceline.recorder.reading import RankState
 from paceline.recorder.words import seconds, whereabouts
@@ -121,13 +122,20 @@ def _hang(states: Mapping[int, RankState], now: float) -> str | None:
         return None
     if not absent:
         found = compare(waiting, now)
-        raw = any(state.waits_for.startswith(COLLECTIVE) for state in waiting)
-        return None if found is None else f"{found.text} {_ITS_END}" if raw else found.text
+        return None if found is None else f"{found.text} {_its_end(waiting, now)}".rstrip()
     waited = seconds(min(now - state.waits_since for state in waiting))
     return (
         f"rank {absent[0].rank} has kept the others waiting for {waited}, for {waiting[0].waits_for}. "
         f"It is {whereabouts(absent[0], now)}"
     )
+
+
+def _its_end(waiting: Collection[RankState], now: float) -> str:
+    """When a hang of all ranks will end, where the ranks themselves do not know it."""
+    if wait_for_each_other(waiting, now) and (patience := max(state.patience for state in waiting)):
+        return f"They are ended after {seconds(patience)}, the timeout of init_process_group; or by Ctrl-C."
+    raw = any(state.waits_for.startswith(COLLECTIVE) for state in waiting)
+    return _ITS_END if raw else ""
 
 
 def _place(state: RankState) -> str:

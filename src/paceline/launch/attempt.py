@@ -160,14 +160,16 @@ class Attempt:
 
         Raises:
             LaunchError: one could not be started; those that were are ended again by ``stop``.
+            OSError: so it is, for this host allows no more processes or open files.
             Interrupted: the launcher was told to end meanwhile.
         """
+        self._pump = Pump()
         try:
             for seat in self._seats:
                 self._start_rank(seat, environments[seat.local_rank])
                 self._guardian.watch([rank.pid for rank in self._ranks])
         finally:
-            self._pump = Pump(self._streams)
+            self._pump.start(self._streams)
         return {rank.seat.local_rank: rank.pid for rank in self._ranks}
 
     def poll(self) -> bool:
@@ -213,6 +215,12 @@ class Attempt:
     def end_overdue(self, overdue: Overdue) -> None:
         """End a rank that does not leave Python."""
         next(rank for rank in self._ranks if rank.seat.rank == overdue.rank).end_overdue(overdue.lost)
+
+    def end_deadlock(self) -> None:
+        """End all ranks, which wait for each other and for nothing else."""
+        self._take_stock()
+        for rank in self._ranks:
+            rank.end_deadlocked()
 
     def wait(self, seconds: float, until: Callable[[], bool]) -> None:
         """Give the ranks time to end by themselves.
@@ -289,7 +297,8 @@ class Attempt:
             time.sleep(_ANSWER)
         for number in (rank.seat.rank for rank in asked):  # the rest as before: it may go on by it
             self._states[number] = with_stack(self._states[number], record_of(self.folder.records, number))
-        ended = [rank.seat.rank for rank in self._ranks if rank.status is not None]
+        # What ranks told that were ended in a deadlock is only that the others were ended, too.
+        ended = [rank.seat.rank for rank in self._ranks if rank.status is not None and not rank.deadlocked]
         states = self.states() if ended else {}
         self._states |= {number: states[number] for number in ended if number in states}
 
@@ -308,19 +317,14 @@ class Attempt:
         return True
 
     def _start_rank(self, seat: RankSeat, environment: Mapping[str, str]) -> None:
-        out, stdout = self._open_stream(seat, STDOUT)
-        err, stderr = self._open_stream(seat, STDERR)
-        self._streams += [out, err]
-        self._stderr[seat.rank] = err
-        try:
-            with open(os.devnull) as nothing:
-                # Two ranks cannot share one keyboard: rank 0 has it (for a debugger), the others none.
-                stdin = 0 if seat.rank == 0 and sys.stdin is not None else nothing.fileno()
-                streams = StandardStreams(stdin, stdout, stderr)
-                self._ranks.append(self._start_process(seat, environment, streams))
-        finally:
-            os.close(stdout)
-            os.close(stderr)
+        with contextlib.ExitStack() as theirs:
+            stdout = self._open_stream(seat, STDOUT, theirs)
+            stderr = self._open_stream(seat, STDERR, theirs)
+            nothing = theirs.enter_context(open(os.devnull))
+            # Two ranks cannot share one keyboard: rank 0 has it (for a debugger), the others none.
+            stdin = 0 if seat.rank == 0 and sys.stdin is not None else nothing.fileno()
+            streams = StandardStreams(stdin, stdout, stderr)
+            self._ranks.append(self._start_process(seat, environment, streams))
 
     def _start_process(
         self, seat: RankSeat, environment: Mapping[str, str], streams: StandardStreams
@@ -330,26 +334,32 @@ class Attempt:
             return SpawnedRank(seat, rank_command(self._config, told), environment, streams, told)
         return ForkedRank(seat, self._server, rank_program(self._config), environment, streams, told)
 
-    def _open_stream(self, seat: RankSeat, which: int) -> tuple[RankStream, int]:
-        """One stream of a rank, and the descriptor the rank writes to."""
+    def _open_stream(self, seat: RankSeat, which: int, theirs: contextlib.ExitStack) -> int:
+        """Open one stream of a rank. Returns the descriptor the rank writes to, which ``theirs`` closes."""
         output = self._config.output
         teed = bool(output.teed(seat.local_rank) & which)
         alone = seat.world_size == 1 or (output.rank_0_only and seat.rank == 0)
         natural = not teed and (alone or (seat.rank == 0 and os.isatty(which)))
         shown = bool(output.shown(seat.rank, seat.local_rank) & which)
         terminal = which if natural and shown and os.isatty(which) else None
+        log = self._open_log(seat, which)
         reader, writer = open_channel(terminal)
+        theirs.callback(os.close, writer)
         if terminal is not None:
             self._terminals.append((terminal, reader))
         stream = RankStream(
             seat.rank,
             reader,
             (self._screens.stdout if which == STDOUT else self._screens.stderr) if shown else None,
+            self._screens.stderr,
             prefix=None if natural else f"[rank{seat.rank}]: ".encode(),
-            file=self._open_log(seat, which),
+            file=log,
             keep_tail=which == STDERR,
         )
-        return stream, writer
+        self._streams.append(stream)
+        if which == STDERR:
+            self._stderr[seat.rank] = stream
+        return writer
 
     def _open_log(self, seat: RankSeat, which: int) -> BinaryIO | None:
         if not self._config.output.logged(seat.local_rank) & which:
@@ -376,6 +386,7 @@ class Attempt:
             log=str(log) if log and logged else None,
             frozen=rank.was_stopped,
             overstayed=rank.overstayed,
+            deadlocked=rank.deadlocked,
             state=self._states.get(rank.seat.rank),
             looked_at=self._looked_at or rank.ended_at,
         )

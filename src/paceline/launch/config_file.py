@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ArgumentError
-from paceline.launch.options import options
+from paceline.launch.options import boolean, options
 from paceline.launch.refused import reason_against
 
 _AS_OPTION = {
@@ -25,7 +25,7 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
     "mpirun_config": ({},),
     "fp8_config": ({},),
     "parallelism_config": ({},),
-    "downcast_bf16": (False, "no"),
+    "downcast_bf16": (False, "no", "false"),
     "main_training_function": ("main",),
     "tpu_name": (),
     "tpu_zone": (),
@@ -37,6 +37,7 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
     "commands": ([],),
 }
 _WITHIN = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}
+_OLD_NAMES = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
 
 
 def default_config_file(environment: Mapping[str, str]) -> Path:
@@ -105,6 +106,7 @@ def _as_options(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option(key: str, value: Any) -> dict[str, Any]:
+    key = _OLD_NAMES.get(key, key)
     option = next((option for option in options() if option.key == key), None)
     if option is None:
         raise ArgumentError(f"{key}: {reason_against(key) or 'there is no such option'}")
@@ -112,11 +114,19 @@ def _option(key: str, value: Any) -> dict[str, Any]:
         return {}
     if option.read is None:
         return {key: True} if _true(key, value) else {}
-    text = ("true" if value else "no") if isinstance(value, bool) else str(value)  # YAML's bare no is False
     try:
-        return {key: option.read(text)}
+        return {key: option.read(_text(value))}
     except argparse.ArgumentTypeError as error:
         raise ArgumentError(f"{key}: {error}") from None
+
+
+def _text(value: Any) -> str:
+    """As it would stand on the command line."""
+    if isinstance(value, bool):  # which a bare yes or no is in YAML
+        return "true" if value else "no"
+    if isinstance(value, float) and value.is_integer():  # 1e8 is a number of parameters, too
+        return str(int(value))
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _special(key: str, value: Any) -> dict[str, Any]:
@@ -149,9 +159,9 @@ def _distributed_type(value: Any) -> dict[str, Any]:
 
 
 def _true(key: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {"yes": True, "true": True, "no": False, "false": False}
-    if str(value).lower() not in words:
-        raise ArgumentError(f"{key}: {value!r} is neither true nor false")
-    return words[str(value).lower()]
+    if value is None:
+        return False
+    try:
+        return boolean(str(value)) == "true"
+    except argparse.ArgumentTypeError as error:
+        raise ArgumentError(f"{key}: {error}") from None

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.diagnose.deadlock import deadlocked
 from paceline.diagnose.stragglers import StragglerWatch
 from paceline.errors import LaunchError
 from paceline.launch.config import Hosts
@@ -239,16 +240,20 @@ class Membership:
         self.rounds += 1
 
     def _compare_ranks(self) -> None:
-        """Now and then: who makes the others wait, be it on another host."""
+        """Now and then: who makes the others wait, be it on another host, and whether anybody can get on."""
         now = time.monotonic()
-        if self.quiet or now - self._compared_at < _RECORDS_LOOK:
+        if now - self._compared_at < _RECORDS_LOOK:
             return
         self._compared_at = now
         states = {rank: state for member in self._in_round for rank, state in member.states.items()}
-        if all(m.states for m in self._in_round) and all(now - s.read_at < _FRESH for s in states.values()):
-            told = self._stragglers.look(states, now)
-            if told is not None:
-                self._broadcast(kind="tell", text=_say(told))
+        all_are_told_of = len(states) == sum(member.ranks for member in self._in_round)
+        if not (all_are_told_of and all(now - state.read_at < _FRESH for state in states.values())):
+            return
+        told = None if self.quiet else self._stragglers.look(states, now)
+        if told is not None:
+            self._broadcast(kind="tell", text=_say(told))
+        if deadlocked(states.values(), now):
+            self._broadcast(kind="deadlock")
 
     def _collect(self, but: Member | None = None) -> None:
         """The round is over: stop the ranks of all hosts (``but`` sees to its own)."""

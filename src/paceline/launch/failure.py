@@ -46,6 +46,10 @@ _MISMATCH = (
     'sizes or dtypes. All must make the same calls in one order; init_process_group("shm") compares them '
     "first, and names what differs"
 )
+_ENDED = (
+    "They wait for each other in different process groups, and have for longer than the timeout of the job's "
+    "(init_process_group), so they were ended."
+)
 _LAST_LINES = 15
 _SHUT_DOWN = 10.0  # seconds that an interpreter which raised may take to be gone
 _HINTS: dict[int, str] = {
@@ -72,6 +76,7 @@ class Ending:
         log: path of the file that holds its whole stderr, if there is one.
         frozen: it was found stopped, as by SIGSTOP, when the others had failed.
         overstayed: what it was still doing when it was ended because it did not leave Python.
+        deadlocked: it was ended, with all others, because they waited for each other.
         host: where it ran; empty when there is only one host.
         state: what it was doing when ranks failed, if it recorded that.
         looked_at: when that was read.
@@ -88,6 +93,7 @@ class Ending:
     log: str | None = None
     frozen: bool = False
     overstayed: str = ""
+    deadlocked: bool = False
     host: str = ""
     state: RankState | None = None
     looked_at: float = 0.0
@@ -205,8 +211,7 @@ def describe(endings: Sequence[Ending], *, attempt: int, max_restarts: int, quie
         return _own_words(cause, endings, story="")
     others = sorted((e for e in endings if e is not cause), key=lambda ending: ending.rank)
     attempts = f", attempt {attempt + 1} of {max_restarts + 1}" if max_restarts else ""
-    failed = "held up the others" if _waited_for(cause) else "failed first"
-    lines = [f"{cause.name} {failed} ({_how(cause)}, pid {cause.pid}{attempts})"]
+    lines = [f"{cause.name} {_did(cause)} ({_how(cause)}, pid {cause.pid}{attempts})"]
     lines += [_consequence(ending, cause) for ending in others]
     if cause.log:
         lines.append(f"all that {cause.name} wrote to stderr: {cause.log}")
@@ -249,11 +254,19 @@ def _recorded_traceback(error_file: str | None) -> str:
         return ""
 
 
+def _did(cause: Ending) -> str:
+    if cause.deadlocked:
+        return "waited in vain"
+    return "held up the others" if _waited_for(cause) else "failed first"
+
+
 def _how(ending: Ending) -> str:
     if ending.frozen:
         return "found stopped, as by SIGSTOP"
     if _waited_for(ending):
         return "alive"
+    if ending.deadlocked:
+        return "ended by the launcher"
     if ending.stopped:
         return "stopped while it shut down"
     if ending.broke_in_shutdown:
@@ -264,6 +277,8 @@ def _how(ending: Ending) -> str:
 
 
 def _consequence(ending: Ending, cause: Ending) -> str:
+    if ending.deadlocked:
+        return f"{ending.name} waited in vain, too ({_how(ending)})"
     if ending.failed:
         reason = f": {ending.reason[:200]}" if ending.reason else ""
         return f"{ending.name} failed after it ({_how(ending)}){reason}"
@@ -293,6 +308,10 @@ def _own_words(cause: Ending, endings: Sequence[Ending], story: str) -> str:
     if cause.overstayed:
         what = f"did not leave Python, and was ended: it was {cause.overstayed}"
         return _absent(cause, f"{what}. --exit_timeout gives it longer", "")
+    if cause.deadlocked:
+        found = held_up(endings)
+        what = found.text if found is not None else "the ranks wait for each other."
+        return f"paceline launch: {what} {_ENDED}\n"
     if cause.crashed:
         return story + _native_words(cause)
     if _waited_for(cause) or cause.lost_a_peer:

@@ -14,30 +14,21 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import shutil
-import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ArgumentError
+from paceline.launch import help_pages
 from paceline.launch.config import MAIN_PORT, Hosts, LaunchConfig, Output
 from paceline.launch.config_file import read_config_file
-from paceline.launch.options import FIRST, Option, names_of, options
+from paceline.launch.options import names_of, options
 from paceline.launch.refused import reason_against
 from paceline.launch.script_variables import script_variables
 from paceline.launch.slurm import hosts_of_slurm
 
-_WIDTH, _MARGIN = 100, 43  # of help: columns, and where its texts begin
-_USAGE = "paceline launch [options] script [script arguments]"
-_DESCRIPTION = """\
-Starts a training script once for every rank. Options stand before the script, with _ or - between
-words; what follows the script is handed to it untouched."""
-_EXAMPLES = """\
-examples:
-  paceline launch --num_processes 4 train.py --epochs 3
-  paceline launch --cpu --num_processes 2 -m my_package.train
-  paceline launch --num_processes 16 --num_machines 2 --machine_rank 0 --main_process_ip host0 train.py"""
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, with_script: bool = True) -> None:
@@ -47,9 +38,10 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, with_script: bool =
         parser: gets them.
         with_script: the script and its arguments follow.
     """
-    parser.usage = _USAGE if with_script else "paceline test [options of paceline launch]"
-    parser.add_argument("-h", "--help", action=_Help, nargs=0, text=short_help)
-    parser.add_argument("--help_all", "--help-all", action=_Help, nargs=0, text=long_help)
+    page = help_pages.of_launch() if with_script else help_pages.of_test()
+    parser.usage = page.usage
+    parser.add_argument("-h", "--help", action=help_pages.ShowHelp, nargs=0, text=page.short)
+    parser.add_argument("--help_all", "--help-all", action=help_pages.ShowHelp, nargs=0, text=page.long)
     for option in options():
         if option.read is None:
             parser.add_argument(*option.spellings(), dest=option.key, action="store_const", const=True)
@@ -129,53 +121,6 @@ def config_of(
         look=min(1.0, max(0.01, chosen.get("monitor_interval", LaunchConfig.look))),
         quiet=bool(chosen.get("quiet")),
     )
-
-
-def short_help() -> str:
-    """The ten options that are used first in full, the others by name."""
-    groups = [f"{FIRST}:\n" + _explained(options(), FIRST)]
-    for title in dict.fromkeys(option.group for option in options()):
-        if title != FIRST:
-            names = " ".join(o.spellings()[0] for o in options() if o.group == title)
-            indented = textwrap.indent(textwrap.fill(names, _WIDTH - 2, break_on_hyphens=False), "  ")
-            groups.append(f"{title}:\n{indented}\n")
-    groups.append("`paceline launch --help_all` explains them all.\n")
-    return _page(groups)
-
-
-def long_help() -> str:
-    """All options in full."""
-    titles = dict.fromkeys(option.group for option in options())
-    return _page([f"{title}:\n" + _explained(options(), title) for title in titles])
-
-
-class _Help(argparse.Action):
-    """Prints a page of help and ends."""
-
-    def __init__(self, *, text: Any, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._text = text
-
-    def __call__(self, *_: Any) -> None:
-        sys.stdout.write(self._text())
-        sys.exit(0)
-
-
-def _page(groups: Sequence[str]) -> str:
-    return "\n".join([f"usage: {_USAGE}\n", _DESCRIPTION + "\n", *groups, _EXAMPLES + "\n"])
-
-
-def _explained(table: Sequence[Option], group: str) -> str:
-    lines = []
-    for option in table:
-        if option.group != group:
-            continue
-        names = [f"--{name}" if not name.startswith("-") else name for name in option.names]
-        head = f"  {', '.join(names)} {option.metavar}".rstrip()
-        margin = " " * _MARGIN
-        text = textwrap.fill(option.help, _WIDTH, initial_indent=margin, subsequent_indent=margin)
-        lines.append(f"{head:<{_MARGIN}}{text.lstrip()}" if len(head) < _MARGIN else f"{head}\n{text}")
-    return "\n".join(lines) + "\n"
 
 
 def _torchruns_variables(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -321,6 +266,10 @@ def _unknown_option(option: str) -> str:
 
 
 def _check_script(script: str, *, module: bool, no_python: bool) -> None:
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise ArgumentError("the current folder was deleted; change to one that is there") from None
     if module:
         if "/" in script or script.endswith(".py"):
             raise ArgumentError(
@@ -333,6 +282,9 @@ def _check_script(script: str, *, module: bool, no_python: bool) -> None:
                 f"--no_python: there is no program {script!r} on PATH, or it may not be executed"
             )
     elif not os.path.exists(script):
+        hint = f"; to start a module write -m {script}" if _MODULE.fullmatch(script) else ""
+        raise ArgumentError(f"there is no script {script!r} (looked in {folder}){hint}")
+    elif not (os.path.isfile(script) or os.path.isdir(script)):
         raise ArgumentError(
-            f"there is no script {script!r} (looked in {os.getcwd()}); to start a module write -m {script}"
+            f"the script {script!r} is no file: every rank has to read it, so write it to one first"
         )

@@ -87,7 +87,7 @@ class _Server:
 
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> _Rank | None:
         parent = os.getpid()
-        pid = os.fork()
+        pid = self._try_to_fork()
         if pid == 0:
             _become_child(parent, (self._connection.detach(), self._wake_reader, self._wake_writer))
             if request["do"] == "store":
@@ -95,13 +95,17 @@ class _Server:
             return _Rank(request, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if request["do"] == "fork":
-            self._ranks.add(pid)
-            _say(self._connection, pid=pid)
-        else:
-            self._stores.add(pid)
-            _say(self._connection, store=pid)
+        if pid is not None:
+            (self._ranks if request["do"] == "fork" else self._stores).add(pid)
+            _say(self._connection, **{"pid" if request["do"] == "fork" else "store": pid})
         return None
+
+    def _try_to_fork(self) -> int | None:
+        try:
+            return os.fork()
+        except OSError as error:  # this host allows no more processes, or has no more memory
+            _say(self._connection, refused=error.errno)
+            return None
 
     def _end_stores(self) -> None:
         while self._stores:
@@ -146,7 +150,10 @@ def _modules_in(folder: str) -> set[str]:
 
 
 def _say(connection: socket.socket, **message: Any) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    try:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+    except BrokenPipeError:
+        pass  # the launcher is gone, as will be read from the connection next
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
@@ -266,10 +273,11 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = "/nonexistent"  # not this folder, whose modules have common names
     gc.disable()  # importing torch makes a million objects and no garbage to speak of
-    environment, rank_main, recorder, leaving = _borrow(
+    environment, rank_main, own_address, recorder, leaving = _borrow(
         source,
         "paceline.environment",
         "paceline.launch.rank_main",
+        "paceline.launch.own_address",
         "paceline.recorder.ring",
         "paceline.comm.leaving",
     )
@@ -290,6 +298,7 @@ def _main(descriptor: str, source: str, kind: str, name: str, *_: str) -> None:
     over = recorder.observe()
     leaving.let_gloo_rest_before_leaving()
     leaving.let_gloo_rest_before_groups_end()
+    own_address.let_ranks_meet_elsewhere(int(request["environment"]["MASTER_PORT"]))
     program = (request["kind"], request["name"], *request["arguments"])
     rank_main.run(request["told"], *program, hide=(__file__,), script_is_over=over)
 

@@ -85,6 +85,10 @@ class ForkServer:
 
         Returns:
             The number of its process, which stays until ``reap``.
+
+        Raises:
+            OSError: this host allows no more processes.
+            LaunchError: the server is gone.
         """
         self.obstacle()  # waited for here, where a signal is noticed
         kind, name, *arguments = program
@@ -155,7 +159,10 @@ class ForkServer:
                 raise Interrupted
             if self._lost and not self._answers:
                 raise self._gone()
-        return self._answers.popleft()
+        answer = self._answers.popleft()
+        if "refused" in answer:
+            raise OSError(answer["refused"], os.strerror(answer["refused"]))
+        return answer
 
     def _read(self, seconds: float) -> None:
         """Take in what the server said, waiting for it a little."""

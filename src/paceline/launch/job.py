@@ -12,6 +12,11 @@ Note: a fresh store for every round
     attempt then find the addresses that the first one left there and dial dead processes. So
     each round gets a store of its own, on a listening socket that the launcher binds before any
     rank starts: it cannot be lost to another process, and one that is taken is noticed at once.
+
+Note: one rank alone
+    It has nobody to meet, and may be a script that starts ranks itself (``torch.multiprocessing.spawn``).
+    Those would all wait for a launcher's store at the address they agree on, so there is none then, and the
+    rank opens its own, as under Accelerate's launcher.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.diagnose.deadlock import deadlocked
 from paceline.diagnose.stragglers import StragglerWatch
 from paceline.errors import LaunchError
 from paceline.launch.failure import (
@@ -49,6 +55,7 @@ class Round:
         local_world_sizes: number of ranks of each host, by group rank.
         master_addr, master_port: where the ranks' store is.
         listener: the store's listening socket, on the host that has it.
+        store_is_kept: the launchers keep the store; else the only rank opens it.
         interface: network interface of this host that leads to the others; None for a single host.
     """
 
@@ -58,6 +65,7 @@ class Round:
     master_addr: str
     master_port: int
     listener: socket.socket | None = None
+    store_is_kept: bool = True
     interface: str | None = None
 
 
@@ -119,6 +127,9 @@ class Job(Protocol):
     def look(self, states: Mapping[int, RankState], now: float) -> str:
         """Compare what this host's ranks record, read now, with the rest of the job; text to show."""
 
+    def deadlocked(self, states: Mapping[int, RankState], now: float) -> bool:
+        """Whether the job's ranks wait for each other, as this host's records, read now, and others tell."""
+
     def stop_requested(self) -> bool:
         """Whether the round is over on this host because of what happened on another one."""
 
@@ -157,12 +168,25 @@ class LocalJob(Job):
                 f"name another with --main_process_port, or leave it out to take a free one"
             ) from None
         self._rounds += 1
-        port = listener.getsockname()[1]
-        return Round(self._rounds - 1, 0, (self._ranks,), LOOPBACK, port, listener)
+        port, alone = listener.getsockname()[1], self._ranks == 1
+        if alone:
+            listener.close()
+        return Round(
+            self._rounds - 1,
+            0,
+            (self._ranks,),
+            LOOPBACK,
+            port,
+            None if alone else listener,
+            store_is_kept=not alone,
+        )
 
     def look(self, states: Mapping[int, RankState], now: float) -> str:
         told = self._stragglers.look(states, now)
         return _line(told) if told else ""
+
+    def deadlocked(self, states: Mapping[int, RankState], now: float) -> bool:
+        return len(states) == self._ranks and deadlocked(states.values(), now)
 
     def stop_requested(self) -> bool:
         return False

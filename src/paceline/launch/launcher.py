@@ -17,14 +17,16 @@ Note: why this is not torch elastic's agent
 
 from __future__ import annotations
 
+import errno
+import resource
 import shutil
 import signal
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from paceline import environment
@@ -40,6 +42,14 @@ from paceline.launch.rank_process import rank_program
 from paceline.launch.run_folder import RunFolder, temporary_folder
 from paceline.launch.signals import SignalInbox
 from paceline.launch.terminal import open_standard_descriptors
+
+# What a host may have too little of -> the limit that says how much, and what to do.
+_LIMITS = {
+    errno.EMFILE: (resource.RLIMIT_NOFILE, "Allow more open files, some five for each rank (`ulimit -n`)"),
+    errno.EAGAIN: (resource.RLIMIT_NPROC, "Allow more processes and threads (`ulimit -u`)"),
+    errno.ENOMEM: (None, "Start fewer ranks, or free memory"),
+    errno.ENOSPC: (None, "Free space on the disk, or set TMPDIR to a folder with more"),
+}
 
 
 def launch(config: LaunchConfig) -> int:
@@ -63,6 +73,7 @@ def launch(config: LaunchConfig) -> int:
     inherited = environment.snapshot()
     try:
         with (
+            _told_plainly_what_is_short(),
             RunFolder(logs) as kept,
             SignalInbox(config.signals) as inbox,
             Guardian(run_id, str(scratch), inherited) as guardian,
@@ -82,6 +93,20 @@ def launch(config: LaunchConfig) -> int:
                 return 128 + number
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _told_plainly_what_is_short() -> Iterator[None]:
+    """Turn a refusal of the host to give more of something into words."""
+    try:
+        yield
+    except OSError as error:
+        limit = _LIMITS.get(error.errno or 0)
+        if limit is None:
+            raise
+        kind, words = limit
+        now = f"; it is {resource.getrlimit(kind)[0]} now" if kind is not None else ""
+        raise LaunchError(f"the launcher cannot go on: {error.strerror}. {words}{now}") from None
 
 
 class _Start:

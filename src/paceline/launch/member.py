@@ -90,6 +90,10 @@ class HostsJob(Job):
             self._link.connection.send(kind="ranks", states=[vars(state) for state in states.values()])
         return "".join(news["text"] for news in self._link.take_all("tell"))
 
+    def deadlocked(self, states: Mapping[int, RankState], now: float) -> bool:
+        assert self._link is not None
+        return self._link.deadlock.is_set()  # the main host compares the ranks of all
+
     def stop_requested(self) -> bool:
         assert self._link is not None
         patience = _PATIENCE if self._failed else self._hosts.silence
@@ -242,7 +246,7 @@ class _Link:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.stop = threading.Event()
+        self.stop, self.deadlock = threading.Event(), threading.Event()
         self._news: dict[str, SimpleQueue[dict[str, Any]]] = {
             kind: SimpleQueue() for kind in ("welcome", "round", "verdict", "tell")
         }
@@ -280,9 +284,12 @@ class _Link:
             for message in self.connection.receive() if ready else []:
                 if message["kind"] == "stop":
                     self.stop.set()
+                elif message["kind"] == "deadlock":
+                    self.deadlock.set()
                 elif message["kind"] in self._news:
                     if message["kind"] == "round":
                         self.stop.clear()
+                        self.deadlock.clear()
                     self._news[message["kind"]].put(message)
             if time.monotonic() - beat_at > BEAT:
                 beat_at = time.monotonic()

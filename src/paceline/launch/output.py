@@ -84,6 +84,7 @@ class RankStream:
         rank: whose stream it is.
         source: descriptor to read from; this object closes it.
         screen: where to show it; None does not.
+        notes: where the launcher says that the file cannot be written any more.
         prefix: put before every line; None lets the bytes pass as they come.
         file: also gets every byte; this object closes it.
         keep_tail: remember the end of it, for the failure report.
@@ -94,6 +95,7 @@ class RankStream:
         rank: int,
         source: int,
         screen: Screen | None,
+        notes: Screen,
         *,
         prefix: bytes | None,
         file: BinaryIO | None = None,
@@ -101,7 +103,8 @@ class RankStream:
     ) -> None:
         self.rank, self.source = rank, source
         self.traceback_at: float | None = None
-        self._screen, self._prefix, self._file, self._keep_tail = screen, prefix, file, keep_tail
+        self._screen, self._notes = screen, notes
+        self._prefix, self._file, self._keep_tail = prefix, file, keep_tail
         self._pending = b""
         self._tail = bytearray()
 
@@ -161,27 +164,35 @@ class RankStream:
         if self._file is None:
             return
         try:
-            self._file.write(data)
+            left = memoryview(data)
+            while left:  # a disk that is nearly full takes a part
+                left = left[self._file.write(left) :]
         except OSError as error:
             note = f"paceline launch: cannot write {self._file.name} any more: {error.strerror}\n"
-            if self._screen is not None:
-                self._screen.write(None, note.encode())
+            self._notes.write(None, note.encode())
             self._file.close()
             self._file = None
 
 
 class Pump:
-    """Reads the streams of all ranks of one attempt, in a thread of its own, until they end."""
+    """Reads the streams of all ranks of one attempt, in a thread of its own, until they end.
 
-    def __init__(self, streams: Sequence[RankStream]) -> None:
+    It has all it needs before the first rank is started, for then the host may have no more to give.
+    """
+
+    def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._open = 0
+        self._thread = threading.Thread(target=self._run, name="paceline-output", daemon=True)
+
+    def start(self, streams: Sequence[RankStream]) -> None:
+        """Begin to read."""
         for stream in streams:
             os.set_blocking(stream.source, False)
             self._selector.register(stream.source, selectors.EVENT_READ, stream)
         self._open = len(streams)
-        self._thread = threading.Thread(target=self._run, name="paceline-output", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:

@@ -35,6 +35,7 @@ class Meeting:
     master_port: int
     attempt: int
     max_restarts: int
+    store_is_kept: bool = True
     interface: str | None = None
 
 
@@ -124,7 +125,7 @@ def _torchrun_variables(seat: RankSeat, meeting: Meeting, role: str, error_file:
         "TORCHELASTIC_RUN_ID": meeting.run_id,
         # The launcher holds the store from before the first rank starts until after the last one
         # ends: no rank has to win a race for the port, and rank 0 may leave first.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(meeting.store_is_kept),
         "TORCHELASTIC_ERROR_FILE": error_file,
     }
 

@@ -59,6 +59,7 @@ class RankProcess:
         signalled: it was asked to end while its script ran.
         was_stopped: it was found stopped (SIGSTOP, a debugger).
         overstayed: what it was still doing, in words, when it was ended because it did not leave Python; "".
+        deadlocked: it was ended because all ranks waited for each other.
     """
 
     def __init__(self, seat: RankSeat, pid: int, told: Path) -> None:
@@ -68,6 +69,7 @@ class RankProcess:
         self.signalled = False
         self.was_stopped = False
         self.overstayed = ""
+        self.deadlocked = False
         self._said: int | None = None
 
     @property
@@ -83,7 +85,7 @@ class RankProcess:
     @property
     def status(self) -> int | None:
         """Its exit code, as soon as its script is over, whatever ends the interpreter's shutdown then."""
-        if self.overstayed:
+        if self.overstayed or self.deadlocked:
             return 1
         if self._said is None:
             return self.exit_code
@@ -123,6 +125,11 @@ class RankProcess:
         self.overstayed = lost
         _send(self.pid, signal.SIGKILL, whole_group=True)
 
+    def end_deadlocked(self) -> None:
+        """End a rank that waits for one that waits for it; in native code it can take no other signal."""
+        self.deadlocked = True
+        _send(self.pid, signal.SIGKILL, whole_group=True)
+
     def pass_on(self, number: int, *, whole_group: bool) -> None:
         """Send a signal after which the rank is expected to go on."""
         self.poll()
@@ -142,6 +149,7 @@ class SpawnedRank(RankProcess):
 
     Raises:
         LaunchError: the program cannot be started.
+        OSError: this host allows no more processes or open files.
     """
 
     def __init__(
@@ -163,6 +171,8 @@ class SpawnedRank(RankProcess):
                 preexec_fn=leash(),
             )
         except OSError as error:
+            if error.filename is None:  # it is not the program, but the host that has no more to give
+                raise
             raise LaunchError(
                 f"rank {seat.rank} could not be started: {command[0]}: {error.strerror}"
             ) from None

@@ -122,7 +122,7 @@ class Rounds:
         )  # fmt: skip
         try:
             meeting = Meeting(self._run_id, now.master_addr, now.master_port, now.number,
-                              self._config.max_restarts, now.interface)  # fmt: skip
+                              self._config.max_restarts, now.store_is_kept, now.interface)  # fmt: skip
             attempt.start(
                 {
                     seat.local_rank: rank_environment(
@@ -168,7 +168,7 @@ class Rounds:
         attempt.wait(_SETTLE, until=lambda: self._cause_is_known(attempt) or job.stop_requested())
 
     def _look_at_records(self, attempt: Attempt, job: Job, departures: DepartureWatch) -> None:
-        """Now and then: who makes the others wait, who does not leave."""
+        """Now and then: who makes the others wait, who does not leave, whether anybody can get on."""
         now = time.monotonic()
         if now - self._looked_at < _RECORDS_LOOK:
             return
@@ -182,6 +182,8 @@ class Rounds:
             attempt.end_overdue(each)
             if not (each.lost or self._config.quiet):
                 self._write(f"paceline launch: ended rank {each.rank}, whose script had ended well\n")
+        if job.deadlocked(states, now):
+            attempt.end_deadlock()
 
     def _cause_is_known(self, attempt: Attempt) -> bool:
         """Whether more is known than lost peers, or no rank of this host is left that could tell more."""

@@ -45,7 +45,7 @@ class RunFolder:
 
     def __init__(self, of_user: Path | None) -> None:
         self.keep = of_user is not None
-        self.path = of_user or temporary_folder(PREFIX)
+        self.path = _made(of_user) if of_user else temporary_folder(PREFIX)
         self._lock = None if of_user else _lock(self.path)
 
     def __enter__(self) -> RunFolder:
@@ -74,6 +74,16 @@ def temporary_folder(prefix: str) -> Path:
             f"no temporary folder can be made: {error.strerror or error}; set TMPDIR to a folder that can be "
             "written to"
         ) from None
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"the folder {str(folder)!r} cannot be made: {error.strerror}; name another with --log_dir"
+        ) from None
+    return folder
 
 
 def remove_old(temporary: Path, *, older_than_s: float = _OLD_S, more_than: int = _MANY) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-PROTOCOL = "paceline-launch-1"
+PROTOCOL = "paceline-launch-2"
 BEAT = 1.0  # seconds between two signs of life
 _SEND_LIMIT = 2.0  # seconds a message may take to leave
 _LINE_LIMIT = 1 << 24  # bytes; nobody who means us sends more in a line

@@ -34,6 +34,7 @@ from paceline.recorder.places import BACKWARD, COLLECTIVE, doing, innermost, lin
 from paceline.recorder.stacks import STACKS_SUFFIX, main_stack
 
 _RECENT_PASSES = 3
+_DEFAULT_GROUP = "0"  # what torch.distributed calls it
 _SLEEPS_S = 2.0  # seconds in which a backward that sleeps must be waiting for other ranks
 
 
@@ -76,6 +77,10 @@ class RankState:
         inner: the line further in, of PyTorch or another package; "" when it stood in the user's.
         doing: what the frames below say, as "data loading"; may be empty.
         asleep: the thread used no processor time there.
+        still_since: since when it has used none at all; 0 where nobody tells.
+        group: name of the process group in whose collective of torch.distributed it stands; may be empty.
+        members: the ranks of that group; empty where they are not known, or many.
+        patience: timeout of the job's default process group in seconds; 0 where it is not known.
         raised: an exception it told of.
         over: since when its script is over, unless an exception ended it; 0 while it runs.
         leaving: what it waits for since, as "in an exit handler at train.py:7 in close"; may be empty.
@@ -102,6 +107,10 @@ class RankState:
     inner: str = ""
     doing: str = ""
     asleep: bool = False
+    still_since: float = 0.0
+    group: str = ""
+    members: tuple[int, ...] = ()
+    patience: float = 0.0
     raised: str = ""
     over: float = 0.0
     leaving: str = ""
@@ -109,7 +118,7 @@ class RankState:
 
     def moved(self, seconds: float) -> RankState:
         """The same on a clock that shows so much more."""
-        times = ("read_at", "seen", "phase_since", "waits_since", "waits_until", "line_since")
+        times = ("read_at", "seen", "phase_since", "waits_since", "waits_until", "line_since", "still_since")
         moved = {name: getattr(self, name) + seconds for name in times}
         return dataclasses.replace(self, **moved, over=self.over and self.over + seconds)
 
@@ -121,7 +130,7 @@ class RankState:
     def from_json(cls, fields: dict[str, Any]) -> RankState:
         """What ``dataclasses.asdict`` gave, after a journey as JSON."""
         counted = {int(number): count for number, count in fields["forwards"].items()}
-        return cls(**{**fields, "forwards": counted})
+        return cls(**{**fields, "forwards": counted, "members": tuple(fields["members"])})
 
 
 def read_folder(folder: Path) -> dict[int, RankState]:
@@ -260,6 +269,10 @@ def _with_line(state: RankState, memory: bytes) -> RankState:
             inner=str(seen["inner"]),
             doing=str(seen["doing"]),
             asleep=bool(seen["asleep"]),
+            still_since=float(seen.get("still", 0.0)),
+            group=str(seen.get("group", "")),
+            members=tuple(seen.get("members", ())),
+            patience=float(seen.get("patience", 0.0)),
         )
     except (ValueError, KeyError, TypeError):
         return state
@@ -294,6 +307,7 @@ def _with_unrecorded_wait(state: RankState, when: float) -> RankState:
     sleeps = state.asleep and when - state.line_since > _SLEEPS_S
     in_backward = state.doing == BACKWARD and sleeps and not state.passes
     if state.stands and (in_backward or state.doing.startswith(COLLECTIVE)):
-        words = f"{state.doing} at {state.line}"
+        group = f" in process group {state.group}" if state.group not in ("", _DEFAULT_GROUP) else ""
+        words = f"{state.doing}{group} at {state.line}"
         return dataclasses.replace(state, waits_for=words, waits_since=state.line_since)
     return state

@@ -1,7 +1,7 @@
 """Where the main thread stands, looked at once a second and written into the record.
 
     {"line": "train.py:41 in load", "since": 5003.2, "doing": "data loading", "asleep": true,
-     "inner": "torch/utils/data/dataloader.py:1295 in _try_get_data", "looked": 5044.2}
+     "inner": "torch/utils/data/dataloader.py:1295 in _try_get_data", "looked": 5044.2, "still": 5003.2}
 
 The line is the user's (``places.py``). A rank that is stopped or killed later can therefore still be said to
 have stood in its data loading for so many seconds. The line that raised the exception which ended the script
@@ -10,6 +10,7 @@ since when the interpreter has been shutting down, and what it waits for there.
 
 Note "standing or coming by again": that a line is the same in two looks may mean either. A thread that
 used no processor time between them has stood; where the recorder has newer facts, it has moved on.
+``still`` says since when it has used none at all: not one instruction was run since then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import Any
 
+from paceline.recorder.groups import collective_group
 from paceline.recorder.layout import WHERE_AT, write_text
 from paceline.recorder.places import Place, doing, innermost, line_of, of_traceback, outwards, users
 
@@ -56,7 +59,8 @@ class Look:
         self._number = 0
         self._moment: tuple[int, int] | None = None
         self._since = time.monotonic()
-        self._used_before = self._processor_time()
+        self._used_before = self._used_last = self._processor_time()
+        self._still_since = self._since
         self._seen: dict[str, object] = {}
         self._raised = False
         self._over = 0.0
@@ -78,7 +82,7 @@ class Look:
             if self._over:
                 self._write({**self._seen, "over": self._over, "leaving": _leaving(outwards(frame))})
             elif not self._raised and self._main.is_alive():  # else an end that nobody told of
-                self._see(outwards(frame))
+                self._see(outwards(frame), collective_group(frame))
 
     def script_is_over(self, trace: TracebackType | None) -> None:
         """The script ended, and from now on the interpreter shuts down. Called in the main thread.
@@ -88,15 +92,17 @@ class Look:
         """
         with self._writing:
             if trace is not None:
-                self._see(of_traceback(trace))
+                self._see(of_traceback(trace), {})
                 self._raised = True
             else:
                 self._over = time.monotonic()
                 self._write({**self._seen, "over": self._over})
 
-    def _see(self, places: list[Place]) -> None:
+    def _see(self, places: list[Place], group: dict[str, Any]) -> None:
         mine, inner = users(places), innermost(places)
         now, used = time.monotonic(), self._processor_time()
+        if used != self._used_last:
+            self._used_last, self._still_since = used, now
         if mine.moment != self._moment:
             self._moment, self._since, self._used_before = mine.moment, now, used
         stood = now - self._since
@@ -107,6 +113,8 @@ class Look:
             "since": self._since,
             "asleep": stood > 0 and used - self._used_before < _ASLEEP_BELOW * stood,
             "looked": now,
+            "still": self._still_since,
+            **group,
         }
         self._write(self._seen)
 
