@@ -71,7 +71,7 @@ class Interruption:
 
 
 def mark(args: TrainingArguments) -> None:
-    """Let the next run in output_dir go on from the newest checkpoint, if there is one that can be resumed."""
+    """Let the next run in output_dir go on from the newest checkpoint, if there is one that holds all."""
     output_dir = Path(str(args.output_dir))
     saved = contents.list_checkpoints(output_dir)
     if args.should_save and saved and not args.save_only_model:

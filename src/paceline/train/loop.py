@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -64,7 +65,7 @@ def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | 
     run = prepare(trainer, resume, ignore_keys)
     trainer.progress, trainer.place_in_stream = run.progress, lambda: run.feed.state()
     started = time.perf_counter()
-    with trainer.interruption:
+    with trainer.interruption, _closing(run):
         trainer.fire("on_train_begin")
         if trainer.args.eval_on_start:
             _evaluate(run, moves_schedule=False)
@@ -73,6 +74,15 @@ def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | 
             while not _is_over(run):
                 _run_epoch(run)
         return _finish(run, time.perf_counter() - started)
+
+
+@contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    """The block after which the run's data is let go of, be it another feed by then."""
+    try:
+        yield
+    finally:
+        run.feed.close()
 
 
 def _watched(trainer: Trainer) -> AbstractContextManager[None]:

@@ -431,7 +431,8 @@ class Trainer(DataPoints, Outputs, PeerNames):
         checkpoints.load_best(self)
 
     def _take_model(self, model: nn.Module) -> None:
-        """Move a model to the device, set it up, and look at what it takes."""
+        """Take a model out of what it is in, move it to the device, set it up, and look at what it takes."""
+        model = setup.unwrapped(model)
         self.model = self.model_wrapped = model.to(self.args.device)
         if self.args.gradient_checkpointing:
             setup.enable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs)
