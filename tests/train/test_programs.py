@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSa
 from paceline.train.callbacks import TrainerCallback
 from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.models import Points, Regression, losses, settings
+from tests.train.models import Points, Regression, Sequences, Tagger, losses, settings
 
 PROGRAMS: dict[str, Callable[[Path], Any]] = {}
 
@@ -257,6 +257,31 @@ def labels_of_another_size_in_each_sample(folder: Path) -> Any:
 
 
 @program
+def collators_that_change_the_number_of_rows(folder: Path) -> Any:
+    def twice(samples: list[Any]) -> dict[str, Tensor]:
+        return {
+            name: torch.stack([each[name] for each in samples for _ in range(2)]) for name in ("x", "labels")
+        }
+
+    def packed(samples: list[Any]) -> dict[str, Tensor]:
+        tokens = torch.cat([each["tokens"][: 2 + int(each["tokens"][0])] for each in samples])
+        return {"tokens": tokens[None], "labels": tokens[None]}
+
+    def count(prediction: Any) -> dict[str, int]:
+        return {"rows": len(prediction.predictions), "labels": int((prediction.label_ids != -100).sum())}
+
+    trainer = trainer_of(folder / "twice", data_collator=twice, compute_metrics=count)
+    trainer.train()
+    of_tokens = {"model": Tagger(), "train_dataset": Sequences(29), "eval_dataset": Sequences(7)}
+    packs = trainer_of(folder / "packed", data_collator=packed, compute_metrics=count, **of_tokens)
+    packs.train()
+    metrics, packed_metrics = trainer.evaluate(), packs.evaluate()
+    assert (metrics["eval_rows"], metrics["eval_labels"]) == (14, 14)
+    wanted = [metrics["eval_loss"], packed_metrics["eval_loss"], packed_metrics["eval_labels"]]
+    return losses(trainer), losses(packs), wanted
+
+
+@program
 def outputs_within_outputs(folder: Path) -> Any:
     class More(Regression):
         def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
@@ -322,6 +347,23 @@ def a_run_is_made_longer_and_logs_less(folder: Path) -> Any:
     longer = trainer_of(folder, num_train_epochs=2, logging_steps=3, **epochs)
     longer.train(resume_from_checkpoint=True)
     return logged(longer, "loss"), logged(longer, "learning_rate")
+
+
+@program
+def trainers_in_turn_and_after_an_exception(folder: Path) -> Any:
+    class Raises(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise ValueError("mine")
+
+    first = trainer_of(folder / "first", callbacks=[Raises])
+    with pytest.raises(ValueError, match="mine"):
+        first.train()
+    second = trainer_of(folder / "second", model=first.model, train_dataset=Points(13))
+    second.train()
+    first.remove_callback(Raises)
+    first.train()
+    return losses(first), losses(second)
 
 
 @program
