@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,32 +112,58 @@ def test_leftovers_of_killed_writers_go(tmp_path: Path) -> None:
 
 def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
     """Two runs may share a folder, and so may ranks of several machines."""
-    with whole_folder(tmp_path / "checkpoint-4") as aside:
+    with whole_folder(tmp_path / "checkpoint-4") as aside, whole_file(tmp_path / "x") as file:
         (aside / "file").write_text("new")
-        remove_leftovers(tmp_path, "checkpoint-")
+        file.write(b"new")
+        remove_leftovers(tmp_path)
     assert (tmp_path / "checkpoint-4" / "file").read_text() == "new"
+    assert (tmp_path / "x").read_text() == "new"
     with whole_folder(tmp_path / "checkpoint-5"):
         pass
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-4", "checkpoint-5"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-4", "checkpoint-5", "x"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from paceline.checkpoint.atomic import whole_folder
-with whole_folder(Path(sys.argv[1]) / "checkpoint-4") as aside:
-    (aside / "file").write_text("new")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
+def killed_while_writing(folder: Path) -> None:
+    """A process that is killed in the middle of writing one of each kind."""
+    pid = os.fork()
+    if pid == 0:
+        with (
+            whole_folder(folder / "checkpoint-4") as first,
+            whole_files(folder) as second,
+            whole_file(folder / "x[1].pt") as third,
+        ):
+            (first / "file").write_text("new")
+            (second / "file").write_text("new")
+            third.write(b"new")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
-def test_what_a_killed_process_was_writing_is_one(tmp_path: Path) -> None:
-    source = Path(__file__).parents[2] / "src"
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, timeout=60, check=False)
-    assert len(os.listdir(tmp_path)) == 1
-    remove_leftovers(tmp_path, "checkpoint-")
-    assert os.listdir(tmp_path) == []
+def write_file(folder: Path) -> None:
+    save("new", folder / "x[1].pt")
+
+
+def write_files(folder: Path) -> None:
+    with whole_files(folder):
+        remove_leftovers(folder)  # of another run: this one's are in use
+
+
+@pytest.mark.parametrize(
+    ("cleans", "left"),
+    [
+        (remove_leftovers, 0),
+        (lambda folder: remove_leftovers(folder, "checkpoint-"), 2),
+        (write_file, 2 + 1),  # and the file itself
+        (write_files, 0),
+    ],
+)
+def test_what_a_killed_process_was_writing_is_one(
+    tmp_path: Path, cleans: Callable[[Path], None], left: int
+) -> None:
+    killed_while_writing(tmp_path)
+    assert len(os.listdir(tmp_path)) == 3
+    cleans(tmp_path)
+    assert len(os.listdir(tmp_path)) == left
 
 
 def test_two_may_write_one_folder(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ class Recorder(transformers.TrainerCallback):
     """Notes each event, with what it can see."""
 
     def __init__(self) -> None:
-        self.seen: list[str] = []
+        self.seen: list[Any] = []
         self.payloads: dict[str, Any] = {}
 
     def __getattribute__(self, name: str) -> Any:
@@ -60,6 +60,64 @@ def test_every_event_comes_in_order_with_its_payload(tmp_path: Path) -> None:
     assert recorder.payloads["on_step_end"]["model"] is trainer.model
     assert "eval_loss" in recorder.payloads["on_evaluate"]["metrics"]
     assert "train_loss" in recorder.payloads["on_log"]["logs"]
+
+
+class StopsAt2(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+class EndsEpochAt1(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop |= state.global_step == 1
+
+
+EVERY_EPOCH = {"num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
+EVERY_OTHER_STEP = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+# Settings and callbacks of runs; an epoch has 4 micro-batches.
+RUNS: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "steps": ({"max_steps": 3, **EVERY_OTHER_STEP}, []),
+    "epochs": ({**EVERY_EPOCH, "logging_strategy": "epoch", "gradient_accumulation_steps": 2}, []),
+    "the best model": ({**EVERY_EPOCH, "load_best_model_at_end": True}, []),
+    "at the start": ({"max_steps": 2, "eval_on_start": True, "logging_first_step": True}, []),
+    "a stop": ({"max_steps": 5, **EVERY_OTHER_STEP}, [StopsAt2]),
+    "a short epoch": ({"num_train_epochs": 2, "eval_strategy": "epoch"}, [EndsEpochAt1]),
+    "a fraction": ({"num_train_epochs": 1.5, "save_strategy": "epoch"}, []),
+}
+
+
+class WhenRecorder(Recorder):
+    """Notes with each event where training stands."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in EVENTS:
+            return super().__getattribute__(name)
+
+        def note(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            given = sorted(key for key in ("logs", "metrics") if kwargs.get(key))
+            self.seen.append((name, state.global_step, round(state.epoch or 0, 6), given))
+
+        return note
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_events_come_as_they_do_there(tmp_path: Path, name: str) -> None:
+    changes, callbacks = RUNS[name]
+    given = {"save_strategy": "no", "logging_steps": 2, "per_device_eval_batch_size": 4, **changes}
+    quiet = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "per_device_train_batch_size": 4}
+    theirs_args = transformers.TrainingArguments(output_dir=str(tmp_path / "theirs"), **quiet, **given)
+    recorders = []
+    for kind, args in ((transformers.Trainer, theirs_args), (Trainer, settings(tmp_path / "ours", **given))):
+        recorders.append(WhenRecorder())
+        trainer = kind(
+            model=Regression(), args=args, train_dataset=Points(14), eval_dataset=Points(6),
+            callbacks=[recorders[-1], *callbacks],
+        )  # fmt: skip
+        trainer.train()
+        trainer.evaluate()
+        trainer.predict(Points(5))
+    theirs, ours = (recorder.seen for recorder in recorders)
+    assert ours == theirs
 
 
 def test_their_early_stopping_stops_here(tmp_path: Path) -> None:

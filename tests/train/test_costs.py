@@ -66,7 +66,7 @@ def test_the_handler_finds_listeners_anew_when_its_list_is_replaced() -> None:
     handler, first, second = CallbackHandler([], None, None), Notes(), Notes()
     for callbacks in ([first], [second], [first, second], []):
         handler.callbacks = callbacks
-        handler.call("on_step_end", None, type("State", (), {"global_step": len(callbacks)}), None)  # type: ignore[arg-type]
+        handler.call_event("on_step_end", None, type("State", (), {"global_step": len(callbacks)}), None)  # type: ignore[arg-type]
     assert (first.noted, second.noted) == (["step 1", "step 2"], ["step 1", "step 2"])
 
 

@@ -34,10 +34,18 @@ class Terminates(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class TellsOfTheBest(Trainer):
+    """Fires an event of its own when the best model is loaded."""
+
+    def _load_best_model(self) -> None:
+        self.fire("on_load_best")
+        super()._load_best_model()
+
+
 def train(folder: Path, callbacks: Any = (), resume: bool | None = None, **changes: Any) -> Trainer:
     values = {"max_steps": 6, "save_strategy": "steps", "save_steps": 100, "optim": "adamw_torch", **changes}
     eval_dataset = values.pop("eval_dataset", None)
-    trainer = Trainer(
+    trainer = TellsOfTheBest(
         Regression(dropout=0.2),
         settings(folder, **values),
         train_dataset=Points(21),
@@ -113,19 +121,25 @@ LATE_MOMENTS: dict[str, tuple[str, int, str | None]] = {
     "the last epoch's end": ("on_epoch_end", 6, None),
     "the last step's log": ("on_log", 6, "loss"),
     "the run's log": ("on_log", 6, "train_loss"),
+    "the end of training": ("on_train_end", 6, None),
+    "loading the best model": ("on_load_best", 6, None),
+    "the end of training with the best model": ("on_train_end", 6, None),
 }
 
 
 def interrupted_late(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Where each interrupted run left off, and the weights of the run that goes on from there."""
+    # "Best" is the highest loss, so that it is not the last step's.
+    best = {"load_best_model_at_end": True, "greater_is_better": True, "save_total_limit": 1}
 
     def run(name: str, callbacks: Any = ()) -> Trainer:
         return train(
             folder / name, callbacks, eval_strategy="steps", eval_steps=3, save_steps=3,
-            per_device_train_batch_size=4, eval_dataset=Points(5),
+            per_device_train_batch_size=4, eval_dataset=Points(5), **(best if "best" in name else {}),
         )  # fmt: skip
 
-    found: dict[str, Any] = {"undisturbed": (6, weights(run("undisturbed").model))}
+    undisturbed = ("undisturbed", "undisturbed, the best model")
+    found: dict[str, Any] = {name: (6, weights(run(name).model)) for name in undisturbed}
     for name, moment in LATE_MOMENTS.items():
         with pytest.raises(SystemExit, match="143"):
             run(name, [TerminatesAt(*moment)])
@@ -135,6 +149,9 @@ def interrupted_late(rank: int, world_size: int, folder: Path) -> dict[str, Any]
         found[name] = step, weights(run(name).model)
     dist.barrier()
     assert not list(folder.glob(f"*/{MARK}"))
+    assert [path.name for path in contents.list_checkpoints(folder / "loading the best model")] == [
+        "checkpoint-3"
+    ]
     return found
 
 
@@ -142,10 +159,22 @@ def test_wherever_it_comes_the_next_start_ends_as_if_nothing_had_been(tmp_path: 
     outcomes = rank_outcomes(interrupted_late, 2, tmp_path, timeout=100)
     for outcome in outcomes:
         assert outcome.returned, outcome
-        _, want = outcome.value["undisturbed"]
+        (_, last), (_, best) = (
+            outcome.value.pop("undisturbed"),
+            outcome.value.pop("undisturbed, the best model"),
+        )
+        assert any(not torch.equal(last[name], best[name]) for name in last)
         for name, (step, found) in outcome.value.items():
             assert step == (3 if "an epoch" in name else 6), name
+            want = best if "best" in name else last
             torch.testing.assert_close(found, want, rtol=0, atol=0, msg=name)
+
+
+def test_what_cannot_be_gone_on_from_is_not_marked(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        train(tmp_path, [Terminates(3)], save_only_model=True)
+    assert (tmp_path / "checkpoint-3").is_dir()
+    assert train(tmp_path, save_only_model=True).state.global_step == 6
 
 
 @pytest.mark.parametrize(

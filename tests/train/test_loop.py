@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from paceline.engine.ddp import DistributedDataParallel
 from paceline.errors import ArgumentError
 from paceline.train.callbacks import EVENTS, EarlyStoppingCallback, TrainerCallback
 from paceline.train.trainer import Trainer
@@ -254,6 +255,9 @@ def test_what_cannot_be_trained_is_named(tmp_path: Path) -> None:
         Trainer("gpt2", args)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="from paceline import Trainer, TrainingArguments"):
         Trainer(Regression(), {"output_dir": "x"})  # type: ignore[arg-type]
+    for kind in (torch.nn.parallel.DistributedDataParallel, DistributedDataParallel):
+        with pytest.raises(ArgumentError, match=r"Trainer\(model\.module\)"):
+            Trainer(kind(Regression()), args)
 
     args.fsdp = "full_shard"
     with pytest.raises(ArgumentError, match="fsdp="):

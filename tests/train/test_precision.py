@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from paceline.errors import ArgumentError
@@ -99,6 +100,26 @@ def test_compiled_models_give_the_same_numbers(tmp_path: Path) -> None:
     assert compiled.model._compiled_call_impl is not None
     assert losses(compiled) == pytest.approx(losses(plain))
     assert compiled.model.state_dict().keys() == plain.model.state_dict().keys()
+
+
+def compiled_rank(rank: int, world_size: int, folder: Path) -> tuple[list[float], list[str]]:
+    """Points have an entry that the forward does not take."""
+    rows = [{**point, "number": number} for number, point in enumerate(Points(13))]
+    args = settings(folder, max_steps=3, per_device_train_batch_size=4 // world_size, save_strategy="steps")
+    trainer = Trainer(torch.compile(Regression(), backend="eager"), args, train_dataset=rows)
+    trainer.train()
+    assert trainer.model._compiled_call_impl is not None
+    return losses(trainer), list(load_file(folder / "checkpoint-3" / "model.safetensors"))
+
+
+def test_a_compiled_model_is_taken_as_what_was_compiled(tmp_path: Path) -> None:
+    """torch.compile(model) hides what the forward takes, and names the state ``_orig_mod...``."""
+    plain = Trainer(Regression(), settings(tmp_path, max_steps=3), train_dataset=Points(13))
+    plain.train()
+    for outcome in run_ranks(compiled_rank, 2, tmp_path):
+        found, names = outcome
+        assert found == pytest.approx(losses(plain), rel=1e-5)
+        assert sorted(names) == sorted(plain.model.state_dict())
 
 
 class Embedded(Tagger):

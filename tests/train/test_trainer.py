@@ -32,6 +32,16 @@ def test_an_optimizer_and_schedule_of_ones_own(tmp_path: Path) -> None:
     assert trainer.learning_rate == pytest.approx(0.025)
 
 
+def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
+    other = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    trainer = Trainer(Regression(), settings(tmp_path, weight_decay=0.1))
+    decayed, not_decayed = trainer.create_optimizer(other).param_groups
+    assert [id(each) for each in decayed["params"]] == [id(other[0].weight)]
+    assert {id(each) for each in not_decayed["params"]} == {id(p) for p in other.parameters()} - {
+        id(other[0].weight)
+    }
+
+
 def test_an_optimizer_by_its_class(tmp_path: Path) -> None:
     trainer = Trainer(
         Regression(),

@@ -6,10 +6,10 @@ A rename within one file system is atomic: whoever looks sees the old content or
 the new one. Without the fsync before it, a power loss can leave the new name with
 no content behind it.
 
-Note "who is at work". Killed writers leave folders behind that nobody else will delete. Such a folder
-cannot be told by its looks from one that another run, or a rank of another machine, is writing at this
+Note "who is at work". Killed writers leave files and folders behind that nobody else will delete. These
+cannot be told by their looks from those that another run, or a rank of another machine, is writing at this
 moment. So whoever writes one holds a shared lock on it, which the system lets go of when the process ends,
-however it ends. A folder that cannot be locked for oneself alone (as on NFS) is taken to be in use.
+however it ends. What cannot be locked for oneself alone (as on NFS) is taken to be in use.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -57,17 +58,13 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a binary file that takes the name `path` when the block ends without an exception."""
     target = Path(path).absolute()
-    handle, aside = tempfile.mkstemp(prefix=f"{ASIDE_PREFIX}{target.name}-", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(aside, _usual_mode())
+    remove_leftovers(target.parent, f"{target.name}-")
+    with _file_aside(target) as (file, aside):
+        yield file
+        file.flush()
+        os.fchmod(file.fileno(), _usual_mode())
+        os.fsync(file.fileno())
         os.replace(aside, target)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
     sync_folder(target.parent)
 
 
@@ -87,7 +84,7 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _folder_aside(target) as aside:
+    with _folder_aside(target.parent, target.name) as aside:
         yield aside
         sync_tree(aside)
         os.chmod(aside, _usual_mode(folder=True))
@@ -104,62 +101,86 @@ def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(folder).absolute()
     target.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=ASIDE_PREFIX, dir=target))
-    try:
+    remove_leftovers(target)
+    with _folder_aside(target, "files") as aside:
         yield aside
         sync_tree(aside)
         for file in sorted(path for path in aside.rglob("*") if path.is_file()):
             place = target / file.relative_to(aside)
             place.parent.mkdir(parents=True, exist_ok=True)
             os.replace(file, place)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     sync_folder(target)
 
 
 def remove_folder(path: Path) -> None:
     """Delete a folder without ever leaving half of it under its name; it may be gone already."""
-    with _folder_aside(path) as aside, contextlib.suppress(FileNotFoundError):
+    with _folder_aside(path.parent, path.name) as aside, contextlib.suppress(FileNotFoundError):
         os.rename(path, aside / path.name)
 
 
-def remove_leftovers(folder: Path, name: str) -> None:
-    """Delete what killed writers of folders named `name...` left in `folder`; what is being written stays."""
-    for path in folder.glob(f"{ASIDE_PREFIX}{name}*"):
+def remove_leftovers(folder: Path, name: str = "") -> None:
+    """Delete what killed writers of `name...` left in `folder` (of anything, without it); what is being
+    written stays."""
+    for path in folder.glob(f"{ASIDE_PREFIX}{glob.escape(name)}*"):
         with contextlib.suppress(OSError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
 @contextmanager
-def _folder_aside(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, in use for the length of the block; what is left of it is deleted."""
+def _file_aside(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """An empty open file beside `target`, in use for the length of the block; deleted if it is left there."""
     with contextlib.ExitStack() as stack:
-        aside = _make_aside(target)
+        handle, aside = _make_file_aside(target)
         while not _taken(aside, stack):
-            aside = _make_aside(target)
+            os.close(handle)
+            handle, aside = _make_file_aside(target)
+        stack.callback(aside.unlink, missing_ok=True)
+        yield stack.enter_context(os.fdopen(handle, "wb")), aside
+
+
+def _make_file_aside(target: Path) -> tuple[int, Path]:
+    handle, name = tempfile.mkstemp(prefix=f"{ASIDE_PREFIX}{target.name}-", dir=target.parent)
+    return handle, Path(name)
+
+
+@contextmanager
+def _folder_aside(parent: Path, name: str) -> Iterator[Path]:
+    """An empty folder in `parent`, in use for the length of the block; what is left of it is deleted.
+
+    Args:
+        parent: where it is made.
+        name: of what is written in it, for `remove_leftovers`.
+    """
+    with contextlib.ExitStack() as stack:
+        aside = _make_folder_aside(parent, name)
+        while not _taken(aside, stack):
+            aside = _make_folder_aside(parent, name)
         stack.callback(shutil.rmtree, aside, ignore_errors=True)
         yield aside
 
 
-def _make_aside(target: Path) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"{ASIDE_PREFIX}{target.name}-", dir=target.parent))
+def _make_folder_aside(parent: Path, name: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{ASIDE_PREFIX}{name}-", dir=parent))
 
 
 def _taken(aside: Path, stack: contextlib.ExitStack) -> bool:
-    """Mark a new folder as in use until `stack` ends; False if it was taken for a leftover before that."""
+    """Mark a new file or folder as in use until `stack` ends; False if it was taken for a leftover before."""
     with contextlib.suppress(FileNotFoundError):
         stack.enter_context(_locked(aside, fcntl.LOCK_SH))
     return aside.exists()
 
 
 @contextmanager
-def _locked(folder: Path, how: int) -> Iterator[None]:
-    """The block in which `folder` is locked, where the file system can do that.
+def _locked(path: Path, how: int) -> Iterator[None]:
+    """The block in which a file or folder is locked, where the file system can do that.
 
     Raises:
         OSError: it is to be locked for oneself alone, and cannot be.
     """
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         with contextlib.nullcontext() if how & fcntl.LOCK_EX else contextlib.suppress(OSError):
             fcntl.flock(handle, how)

@@ -137,7 +137,7 @@ class CallbackHandler:
         self, event: str, args: Any, state: Any, control: Any, *payload: Any, **kwargs: Any
     ) -> TrainerControl:
         named = dict(zip(_PAYLOADS.get(event, ()), payload, strict=True))
-        return self.call(event, args, state, control, **named, **kwargs)
+        return self.call_event(event, args, state, control, **named, **kwargs)
 
     @property
     def callback_list(self) -> str:
@@ -185,7 +185,7 @@ class CallbackHandler:
                 fresh = type(callback)(**state.get("args", {}))
                 vars(callback).update({**vars(fresh), **state.get("attributes", {})})
 
-    def call(
+    def call_event(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call `event` of every callback; returns the control to go on with."""

@@ -316,7 +316,7 @@ def _tidy(trainer: Trainer, output_dir: Path, best: str | None) -> None:
         output_dir, trainer.args.save_total_limit, Path(best) if best else None
     ):
         logger.info("deleted %s (save_total_limit=%s)", folder, trainer.args.save_total_limit)
-    remove_leftovers(output_dir, "checkpoint-")
+    remove_leftovers(output_dir)
 
 
 def _find_newest(trainer: Trainer, output_dir: Path) -> Path:

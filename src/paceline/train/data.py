@@ -337,7 +337,7 @@ def train_loader(
             + (", and dataloader_drop_last=True" if plan.drop_last else "")
         )
     batches = StepBatches(order, plan, args.process_index, args.seed, ranks_read_for(args))
-    settings = {**loading_settings(args), **loading}
+    settings = loading_settings(args, True, loading)
     if settings["num_workers"] and not settings.get("in_order", True):
         counted: Any = Counted(collate)
         return loader_of(args, CountedBatches(dataset), batch_sampler=batches, collate_fn=counted, **settings)
@@ -356,7 +356,7 @@ def eval_loader(
         args: the settings.
         loading: for the DataLoader, instead of what `args` say.
     """
-    settings = {**loading_settings(args), **loading}
+    settings = loading_settings(args, False, loading)
     return loader_of(args, dataset, batch_sampler=batches, collate_fn=collate, **settings)
 
 
@@ -402,13 +402,22 @@ def check_dataset(dataset: Any, what: str) -> None:
         )
 
 
-def loading_settings(args: TrainingArguments) -> dict[str, Any]:
-    """What the arguments say about worker processes, in DataLoader's words."""
-    return {
+def loading_settings(args: TrainingArguments, training: bool, given: dict[str, Any]) -> dict[str, Any]:
+    """What the arguments say about worker processes, in DataLoader's words.
+
+    Args:
+        args: the settings.
+        training: whether it is for training. An evaluation's predictions stand in the order of the data set,
+            and its loader is used once.
+        given: instead of what `args` say.
+    """
+    settings = {
         "num_workers": args.dataloader_num_workers,
         "pin_memory": args.dataloader_pin_memory and args.device.type != "cpu",
         "persistent_workers": args.dataloader_persistent_workers,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
         "in_order": args.dataloader_in_order,
+        **given,
     }
+    return settings if training else {**settings, "persistent_workers": False, "in_order": True}

@@ -5,6 +5,10 @@
 
 `feed_of` makes one of any loader, also one that an overridden get_train_dataloader returns.
 
+Note "workers". Processes that load data end when nothing refers any more to what iterates over the loader. If
+the garbage collector has to find that, it may close the workers' queues first; then they hear nothing, and
+the collection stands for five seconds for each of them. So a feed is closed.
+
 Note "unequal ends". Ranks that read streams of their own may run out at different times. One
 that has nothing left takes part with a batch it has had before, which counts for nothing, until
 all are through. A rank that never had one borrows it from another.
@@ -101,6 +105,9 @@ class Feed(Protocol):
     def next_step(self) -> StepData | None:
         """The next step, on all ranks; None on all ranks when the epoch is over."""
 
+    def close(self) -> None:
+        """Training is over: end the processes that load data."""
+
 
 class PlannedFeed:
     """Steps of a data set with indices; needs no word between the ranks.
@@ -151,6 +158,11 @@ class PlannedFeed:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Nothing to do."""
+
+    def close(self) -> None:
+        """End the processes that load data."""
+        self._loaded = iter(())
+        _end_persistent_workers(self.loader)
 
     def _load(self) -> Iterator[Any]:
         """What the loader gives; without workers from its parts at once, which takes half the time."""
@@ -263,6 +275,11 @@ class StreamFeed:
         missing = longest - len(own)
         return StepData(own + [MicroBatch(self._spare, 0)] * missing, samples)
 
+    def close(self) -> None:
+        """End the processes that load data."""
+        self._loaded = iter(())
+        _end_persistent_workers(self.loader)
+
     def _micro_batch(self, loaded: Any) -> MicroBatch:
         if isinstance(loaded, Loaded):
             return MicroBatch(loaded.inputs, loaded.samples)
@@ -320,6 +337,11 @@ def eval_loader_of(loader: Any, args: TrainingArguments) -> Any:
         whole = [list(batch) for batch in _batch_sampler(loader)]
         batches = data.EvalBatches(lambda rank: _part(whole, args.world_size, rank), args)
     return data.eval_loader(loader.dataset, batches, loader.collate_fn, args, **_settings(loader))
+
+
+def _end_persistent_workers(loader: Any) -> None:
+    if isinstance(loader, DataLoader) and loader.persistent_workers:
+        loader._iterator = None
 
 
 def _part(whole: list[list[int]], world_size: int, rank: int) -> list[list[int]]:

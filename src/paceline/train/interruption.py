@@ -2,7 +2,8 @@
 
 Machines that can be taken away send SIGTERM some seconds before they go. While training runs, the
 signal is only noted; the ranks agree on it at the end of the step, write a checkpoint and leave
-with exit code 143, which says that the work is not done. A mark in the output folder lets
+with exit code 143, which says that the work is not done. So they do at the end of training, until `train`
+returns: the script has work to do yet, such as saving the model. A mark in the output folder lets
 the next start of the same script go on from there by itself.
 
 A second SIGTERM ends the process at once. A handler that the script has put in place itself
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from paceline.checkpoint import contents
 from paceline.checkpoint.atomic import write_text
 from paceline.train.arguments import TrainingArguments
 
@@ -53,7 +55,7 @@ class Interruption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-        if self.asked and kind is None:  # it came when there was nothing left to save
+        if self.asked and kind is None:  # it came when the ranks had agreed for the last time
             signal.raise_signal(signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -68,14 +70,19 @@ class Interruption:
             self._before = None
 
 
-def mark(output_dir: Path, step: int) -> None:
-    """Note that a run was interrupted at `step`, whose checkpoint is complete."""
-    write_text(output_dir / MARK, json.dumps({"signal": "SIGTERM", "step": step}) + "\n")
+def mark(args: TrainingArguments) -> None:
+    """Let the next run in output_dir go on from the newest checkpoint, if there is one that holds all."""
+    output_dir = Path(str(args.output_dir))
+    saved = contents.list_checkpoints(output_dir)
+    if args.should_save and saved and not args.save_only_model:
+        facts = {"signal": "SIGTERM", "step": contents.step_of(saved[-1])}
+        write_text(output_dir / MARK, json.dumps(facts) + "\n")
 
 
-def unmark(output_dir: Path) -> None:
-    """A run came to its end, or was started afresh."""
-    (output_dir / MARK).unlink(missing_ok=True)
+def unmark(args: TrainingArguments) -> None:
+    """A run has come to its end."""
+    if args.should_save:
+        (Path(str(args.output_dir)) / MARK).unlink(missing_ok=True)
 
 
 def was_interrupted(output_dir: Path) -> bool:

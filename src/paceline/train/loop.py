@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -44,6 +44,7 @@ from paceline.train.randomness import derive_seed, seed_again
 from paceline.train.run import Run, prepare
 from paceline.train.step import StepOutcome, run_step
 from paceline.train.tokens import count_tokens
+from paceline.train.turns import Turns
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
@@ -64,7 +65,7 @@ def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | 
     run = prepare(trainer, resume, ignore_keys)
     trainer.progress, trainer.place_in_stream = run.progress, lambda: run.feed.state()
     started = time.perf_counter()
-    with trainer.interruption:
+    with trainer.interruption, _closing(run):
         trainer.fire("on_train_begin")
         if trainer.args.eval_on_start:
             _evaluate(run, moves_schedule=False)
@@ -73,6 +74,15 @@ def train(trainer: Trainer, resume: str | bool | None, ignore_keys: list[str] | 
             while not _is_over(run):
                 _run_epoch(run)
         return _finish(run, time.perf_counter() - started)
+
+
+@contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    """The block after which the run's data is let go of, be it another feed by then."""
+    try:
+        yield
+    finally:
+        run.feed.close()
 
 
 def _watched(trainer: Trainer) -> AbstractContextManager[None]:
@@ -199,13 +209,28 @@ def _settle_before_forks(trainer: Trainer) -> None:
 def _save_and_leave(trainer: Trainer) -> NoReturn:
     """Save, let callbacks and writers finish, and end the process; interruption.py says why."""
     logger.warning("SIGTERM: saving step %d, and leaving", trainer.state.global_step)
+    _save_at_once(trainer)
+    interruption.mark(trainer.args)
+    trainer.fire("on_train_end")
+    raise SystemExit(interruption.EXIT_CODE)
+
+
+def _leave_at_the_end(trainer: Trainer) -> NoReturn:
+    """The same once on_train_end has fired.
+
+    A model that holds the best weights by now is not that of the last step, so it is no checkpoint of it.
+    """
+    logger.warning("SIGTERM: leaving at the end of training")
+    if not trainer.args.load_best_model_at_end:
+        _save_at_once(trainer)
+    interruption.mark(trainer.args)
+    raise SystemExit(interruption.EXIT_CODE)
+
+
+def _save_at_once(trainer: Trainer) -> None:
     trainer._save_checkpoint(trainer.model_wrapped, None)
     checkpoints.settle(trainer)
     trainer.fire("on_save")
-    if trainer.args.should_save:
-        interruption.mark(Path(str(trainer.args.output_dir)), trainer.state.global_step)
-    trainer.fire("on_train_end")
-    raise SystemExit(interruption.EXIT_CODE)
 
 
 def _log(run: Run, outcome: StepOutcome | None) -> None:
@@ -247,15 +272,18 @@ def _finish(run: Run, seconds: float) -> TrainOutput:
     metrics |= trainer.memory.stop("train")
     trainer.log(metrics)
     checkpoints.settle(trainer)
-    if _agree(trainer):  # after the last step: the script has work to do yet, such as saving the model
+    if _agree(trainer):
         _save_and_leave(trainer)
     if trainer.args.load_best_model_at_end:
         trainer._load_best_model()
-    checkpoints.keep_the_single_one(trainer)
-    if trainer.args.should_save:
-        interruption.unmark(Path(str(trainer.args.output_dir)))
     report.write(run, metrics)
     trainer.fire("on_train_end")
+    with Turns().first(0, "on_train_end of its callbacks"):  # which may take long, as an upload does
+        pass
+    if _agree(trainer):
+        _leave_at_the_end(trainer)
+    checkpoints.keep_the_single_one(trainer)
+    interruption.unmark(trainer.args)
     trainer.model_wrapped = trainer.model  # lets go of the wrapper and its hooks
     return TrainOutput(state.global_step, loss, metrics)
 

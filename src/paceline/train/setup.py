@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ArgumentError
 from paceline.train import rules
@@ -27,6 +28,27 @@ def checked_arguments(args: TrainingArguments | None) -> TrainingArguments:
     rules.normalise(args)  # a field may have been set after construction
     rules.check(args)
     return args
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that the user wrote, which says what its forward takes and how its state is called.
+
+    `torch.compile(model)` hides both. The module inside is compiled in place instead, in the same way.
+
+    Raises:
+        ArgumentError: the model is in a DistributedDataParallel already.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise ArgumentError(
+            "the model is in a DistributedDataParallel already; pass the module inside, as in "
+            "Trainer(model.module), and the Trainer wraps it as the ddp_* arguments say"
+        )
+    inside: Any = getattr(model, "_orig_mod", None)
+    if not isinstance(inside, nn.Module):
+        return model
+    compiled: Any = model
+    inside._compiled_call_impl = compiled.dynamo_ctx(inside._call_impl)
+    return inside
 
 
 def set_log_level(args: TrainingArguments) -> None:

@@ -177,7 +177,7 @@ def stream_loader(
     collate: Any,
     args: TrainingArguments,
     per_rank: int,
-    keep_empty: bool,
+    training: bool,
     **loading: Any,
 ) -> DataLoader[Any]:
     """The loader of this rank's shares of a stream; gives `Loaded`.
@@ -187,20 +187,20 @@ def stream_loader(
         collate: makes a batch of a list of samples.
         args: the settings.
         per_rank: samples of one micro-batch on one rank.
-        keep_empty: see `Dealing`; True in training, where every rank must take part.
+        training: whether it is for training, where a rank whose share is empty must take part.
         loading: for the DataLoader, instead of what `args` say.
 
     Raises:
         ArgumentError: rank 0 is to read for all, but has only a part of the stream.
     """
-    settings = {**loading_settings(args), **loading}
+    settings = loading_settings(args, training, loading)
     seed = args.seed if args.data_seed is None else args.data_seed
     if is_dispatched(args) and _split_already(dataset):
         raise ArgumentError(
             "accelerator_config: with dispatch_batches=True rank 0 reads for all, but of this data set it "
             "has only its own part (split_dataset_by_node); give it the whole, or leave dispatch_batches out"
         )
-    dealing = Dealing(per_rank, args.world_size, ranks_read_for(args), seed, keep_empty)
+    dealing = Dealing(per_rank, args.world_size, ranks_read_for(args), seed, keep_empty=training)
     stream = Stream(dataset, dealing, shared=bool(settings["persistent_workers"]))
     seeded: Any = SeededCollator(collate)
     return loader_of(args, stream, batch_size=None, collate_fn=seeded, **settings)

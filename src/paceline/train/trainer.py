@@ -256,14 +256,15 @@ class Trainer(DataPoints, Outputs, PeerNames):
         self.create_optimizer()
         self.create_scheduler(num_training_steps, self.optimizer)
 
-    def create_optimizer(self) -> Optimizer:
-        """Make the optimizer, unless there is one."""
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Make the optimizer, of `model` or else the Trainer's, unless there is one."""
         if self.optimizer is None:
+            model = self.model if model is None else model
             wanted = self.optimizer_cls_and_kwargs
-            chosen, settings = wanted or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            chosen, settings = wanted or self.get_optimizer_cls_and_kwargs(self.args, model)
             settings = {"lr": self.args.learning_rate, **settings}
-            decayed = self.get_decay_parameter_names(self.model)
-            self.optimizer = optimizers.make_optimizer(self.model, decayed, self.args, chosen, settings)
+            decayed = self.get_decay_parameter_names(model)
+            self.optimizer = optimizers.make_optimizer(model, decayed, self.args, chosen, settings)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
@@ -390,7 +391,7 @@ class Trainer(DataPoints, Outputs, PeerNames):
 
     def fire(self, event: str, **kwargs: Any) -> None:
         """Call `event` of every callback."""
-        self.control = self.callback_handler.call(event, self.args, self.state, self.control, **kwargs)
+        self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **kwargs)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, or an instance of a callback class."""
@@ -431,7 +432,8 @@ class Trainer(DataPoints, Outputs, PeerNames):
         checkpoints.load_best(self)
 
     def _take_model(self, model: nn.Module) -> None:
-        """Move a model to the device, set it up, and look at what it takes."""
+        """Take a model out of what it is in, move it to the device, set it up, and look at what it takes."""
+        model = setup.unwrapped(model)
         self.model = self.model_wrapped = model.to(self.args.device)
         if self.args.gradient_checkpointing:
             setup.enable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs)
