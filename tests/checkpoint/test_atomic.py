@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import resource
 import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,51 @@ def test_has_the_mode_of_other_files(tmp_path: Path) -> None:
     torch.save(1, tmp_path / "theirs.pt")
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("ours.pt", "theirs.pt")}
     assert len(modes) == 1
+
+
+def test_the_mode_of_a_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    save(1, path)
+    path.chmod(0o640)
+    save(2, path)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
+    folder, link = tmp_path / "step-5", tmp_path / "latest.pt"
+    folder.mkdir()
+    link.symlink_to("step-5/model.pt")
+    for value in (1, 2):
+        save(value, link)
+        assert link.is_symlink()
+        assert torch.load(folder / "model.pt") == value
+    assert sorted(tmp_path.rglob("*")) == [link, folder, folder / "model.pt"]
+
+
+def test_a_path_that_cannot_be_written_is_named_before_anything_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"folder for the file is not there: '{tmp_path}/none'"):
+        save(1, tmp_path / "none" / "model.pt")
+    with pytest.raises(IsADirectoryError, match=f"'{tmp_path}'"):
+        save(1, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def save_with_no_room(path: Path, elements: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    save(torch.ones(elements), path)
+
+
+@pytest.mark.parametrize("elements", [12_400, 200_000], ids=["at its end", "early"])
+def test_no_room_is_an_oserror_that_names_the_file(tmp_path: Path, elements: int) -> None:
+    path = tmp_path / "model.pt"
+    save("old", path)
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        error = process.submit(save_with_no_room, path, elements).exception(60)
+    assert isinstance(error, OSError)
+    assert (error.errno, error.filename) == (errno.EFBIG, str(path))
+    assert torch.load(path) == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

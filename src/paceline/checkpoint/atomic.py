@@ -20,6 +20,7 @@ import fcntl
 import glob
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,27 +43,45 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
     Args:
         obj: anything ``torch.save`` takes.
-        path: a file name; its folder must exist.
+        path: a file name; its folder must exist. A link stays one: the file it points to is replaced.
 
     Raises:
         ArgumentError: `path` is not a file name.
-        OSError: the disk is full or the folder is missing; `path` is as it was.
+        OSError: the disk is full, the folder is missing, or `path` is one; what was at `path` is as it was.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"path is {path!r}, but a file name is needed; torch.save takes open files")
-    with whole_file(path) as file:
-        torch.save(obj, file)
+    try:
+        with whole_file(path) as file:
+            torch.save(obj, file)
+    except (OSError, RuntimeError) as error:
+        cause = (
+            error if isinstance(error, OSError) else error.__context__
+        )  # torch closes its archive, and fails
+        if not isinstance(cause, OSError) or cause.filename is not None:
+            raise
+        raise OSError(cause.errno, cause.strerror, os.fspath(path)) from error
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a binary file that takes the name `path` when the block ends without an exception."""
-    target = Path(path).absolute()
+    """Open a binary file that takes the name `path` when the block ends without an exception.
+
+    It has the mode of the file that it replaces.
+
+    Raises:
+        OSError: there is no folder for it, or a folder in its place.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder stands where the file is to be", str(target))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the folder for the file is not there", str(target.parent))
     remove_leftovers(target.parent, f"{target.name}-")
     with _file_aside(target) as (file, aside):
         yield file
         file.flush()
-        os.fchmod(file.fileno(), _usual_mode())
+        os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode) if target.exists() else _usual_mode())
         os.fsync(file.fileno())
         os.replace(aside, target)
     sync_folder(target.parent)
