@@ -55,9 +55,8 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         with whole_file(path) as file:
             torch.save(obj, file)
     except (OSError, RuntimeError) as error:
-        cause = (
-            error if isinstance(error, OSError) else error.__context__
-        )  # torch closes its archive, and fails
+        # torch tries to close its archive after a failed write, and raises of that.
+        cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError) or cause.filename is not None:
             raise
         raise OSError(cause.errno, cause.strerror, os.fspath(path)) from error
