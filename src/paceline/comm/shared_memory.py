@@ -38,6 +38,7 @@ from paceline.comm.call_forms import (
     listed,
     new_options,
     options_of,
+    root_of,
     unrolled,
 )
 from paceline.comm.calls import BYTES, reduction_of
@@ -132,7 +133,7 @@ class SharedMemoryGroup(GroupOverGloo):
         if not isinstance(opts, dist.ReduceOptions):
             return self._gloo.reduce(tensors, opts, *more)
         (tensor,) = tensors
-        root = opts.rootRank
+        root = root_of(opts, self.size())
         return self._reduce(Kind.reduce, tensor, opts, root) or self._through_gloo(
             "reduce", tensor, tensor.numel(), root, opts, lambda: self._gloo.reduce(tensors, opts), tensors
         )
@@ -141,14 +142,15 @@ class SharedMemoryGroup(GroupOverGloo):
         """Copy the root's tensor into all ranks' tensors."""
         (tensor,) = tensors = listed(tensors)
         opts = broadcast_options_of(opts)
+        root = root_of(opts, self.size())
         if self._hosts is not None and is_plain(tensor) and tensor.numel():
-            work = self._hosts.broadcast(tensor, opts.rootRank, self._timeout_of(opts))
+            work = self._hosts.broadcast(tensor, root, self._timeout_of(opts))
             return self._noted("broadcast", tensor, work)
         if not self._serves(tensor):
-            root, begin = opts.rootRank, partial(self._gloo.broadcast, tensors, opts)
+            begin = partial(self._gloo.broadcast, tensors, opts)
             return self._through_gloo("broadcast", tensor, tensor.numel(), root, opts, begin, tensors)
         flat = flat_of(tensor)
-        call = copy_call(Kind.broadcast, tensor.dtype, tensor.nbytes, opts.rootRank)
+        call = copy_call(Kind.broadcast, tensor.dtype, tensor.nbytes, root)
         return self._start(call, flat, flat, opts, [tensor], copy_back(tensor, flat))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -189,9 +191,9 @@ class SharedMemoryGroup(GroupOverGloo):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
         """Reduce a list of tensors over all ranks and give each one of them."""
-        if isinstance(outputs, Tensor) or more:
-            return self._gloo.reduce_scatter(outputs, inputs, opts, *more)
-        opts = opts or new_options("ReduceScatterOptions")
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = options_of(partial(new_options, "ReduceScatterOptions"), opts, *more)
         (output,), (sources,) = outputs, inputs
         work = None
         if all(t.shape == output.shape and t.dtype == output.dtype for t in sources):
