@@ -26,6 +26,19 @@ def flat_of(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def unshared(source: Tensor, target: Tensor, place: int | None = None) -> Tensor:
+    """The source of a collective, or a copy of it where writing to the target would change it too early.
+
+    Args:
+        source: contiguous.
+        target: contiguous.
+        place: the byte of the target from which on the source may lie in it: nothing else is written there.
+    """
+    begin = source.data_ptr() - target.data_ptr()
+    apart = begin >= target.nbytes or begin + source.nbytes <= 0
+    return source if apart or begin == place else source.clone()
+
+
 def bytes_of(flat: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as 1-d uint8."""
     return flat.detach().view(-1).view(torch.uint8)

@@ -40,6 +40,7 @@ from paceline.comm.call_forms import (
     options_of,
     root_of,
     unrolled,
+    unshared,
 )
 from paceline.comm.calls import BYTES, reduction_of
 from paceline.comm.interpreted import interpreted
@@ -163,7 +164,8 @@ class SharedMemoryGroup(GroupOverGloo):
         if not self._serves(output, input) or not whole:
             begin = partial(self._gloo.all_gather_single, unrolled(output), unrolled(input), opts)
             return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
-        source, target = flat_of(input), flat_of(output)
+        target = flat_of(output)
+        source = unshared(flat_of(input), target, self.rank() * input.nbytes)
         call = copy_call(Kind.all_gather, input.dtype, input.nbytes)
         return self._start(call, source, target, opts, [output], copy_back(output, target))
 
@@ -211,7 +213,8 @@ class SharedMemoryGroup(GroupOverGloo):
             splits = (output_split_sizes, input_split_sizes)
             begin = partial(self._gloo.all_to_all_single, output, input, *splits, opts)
             return self._through_gloo("all_to_all_single", input, 0, 0, opts, begin, [output])
-        source, target = flat_of(input), flat_of(output)
+        target = flat_of(output)
+        source = unshared(flat_of(input), target)
         call = copy_call(Kind.all_to_all, input.dtype, input.nbytes // self.size())
         return self._start(call, source, target, opts, [output], copy_back(output, target))
 
@@ -379,7 +382,8 @@ class SharedMemoryGroup(GroupOverGloo):
         reduction = reduction_of(opts.reduceOp, results.dtype)
         if reduction is None:
             return None
-        source, target = flat_of(sources), flat_of(results)
+        target = flat_of(results)
+        source = unshared(flat_of(sources), target, -self.rank() * target.nbytes)
         call = reduce_call(Kind.reduce_scatter, output.dtype, results.dtype, reduction, results.numel(), 0)
         return self._start(call, source, target, opts, [output], copy_back(results, target))
 
