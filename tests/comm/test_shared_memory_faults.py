@@ -208,6 +208,14 @@ def test_ranks_of_all_hosts_are_told_who_was_lost(lost, how, timeout_s):
             assert seconds < (5 if how == signal.SIGKILL else timeout_s + 3) and at_once < 3
 
 
+def test_hosts_do_not_wait_for_a_store_that_was_stopped():
+    args = (0, signal.SIGSTOP, 4)  # rank 0 holds the store
+    for outcome in rank_outcomes(lost_on_another_host, 4, *args, backend=None, timeout=20)[1:]:
+        (name, _, seconds), (later, _, at_once) = outcome.value
+        assert name in (PeerLostError.__name__, CollectiveTimeoutError.__name__) and later == name, outcome
+        assert seconds < 10 and at_once < 3
+
+
 def used_in_a_fork(rank: int, world_size: int) -> tuple[str, float]:
     value = torch.ones(10)
     reader, writer = os.pipe()

@@ -11,7 +11,6 @@ neighbour what is another one's fault.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from datetime import timedelta
@@ -20,13 +19,13 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.comm.hosts import Layout
+from paceline.comm.word_in_store import WordInStore
 from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
 
 LONGER_S = 1.0  # see "who gives up first"
 _LOOK = timedelta(seconds=0.2)
 _PATIENCE_S = 1.0  # for the word of a rank that was nearer to the cause
 _KINDS = {kind.__name__: kind for kind in (CollectiveTimeoutError, PeerLostError)}
-_TORN = "torn"
 
 
 class BetweenHosts:
@@ -53,7 +52,7 @@ class BetweenHosts:
         timeout: timedelta,
         global_rank: int,
     ) -> None:
-        self._store, self._global_rank = store, global_rank
+        self._word, self._global_rank = WordInStore(store, "torn"), global_rank
         self.gloo: Any = None
         if driver < drivers:
             of_driver = dist.PrefixStore(f"between/{driver}", store)
@@ -77,25 +76,17 @@ class BetweenHosts:
 
     def tell(self, error: CommunicationError) -> None:
         """Leave word why the group is torn, unless another rank did."""
-        word = json.dumps([type(error).__name__, error.reason, error.ranks])
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that held it
-            self._store.compare_set(_TORN, "", word)
+        self._word.leave(json.dumps([type(error).__name__, error.reason, error.ranks]))
 
     def told(self, patience_s: float = 0.0) -> CommunicationError | None:
         """Why the group is torn, as the first rank put it that gave up; None where no word was left."""
         end = time.monotonic() + patience_s
-        while (word := self._word()) is None:
+        while (word := self._word.read()) is None:
             if time.monotonic() >= end:
                 return None
             time.sleep(_LOOK.total_seconds() / 4)
         kind, reason, ranks = json.loads(word)
         return self._failure(_KINDS[kind], reason, tuple(ranks))
-
-    def _word(self) -> bytes | None:
-        try:
-            return self._store.get(_TORN) if self._store.check([_TORN]) else None
-        except RuntimeError:
-            return None
 
     def _unexplained(self, error: RuntimeError) -> CommunicationError:
         said = str(error).partition("\n")[0]
