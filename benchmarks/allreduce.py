@@ -95,7 +95,9 @@ def timed(run: Run, repeats: int, together: dist.ProcessGroup) -> tuple[float, f
     began = time.clock_gettime(time.CLOCK_MONOTONIC)
     for _ in range(repeats):
         run()
-    return began, time.clock_gettime(time.CLOCK_MONOTONIC)
+    ended = time.clock_gettime(time.CLOCK_MONOTONIC)
+    dist.barrier(together)  # else the first ones through spin in the next contender, and the last get no core
+    return began, ended
 
 
 def seconds_of_all_ranks(rounds: list[list[tuple[float, float]]]) -> Tensor:

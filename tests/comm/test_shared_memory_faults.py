@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,53 @@ def test_different_calls_raise_over_hosts_too():
         assert told in texts[2]
         assert "ranks 2, 3 called broadcast of 5,000 x float32 from rank 1" in texts[3]
         assert "ranks 0, 1 called all_gather of float32; ranks 2, 3 called barrier" in texts[4]
+
+
+def lost_on_another_host(rank: int, world_size: int, lost: int, how: int, timeout_s: float) -> Any:
+    """Ranks 0, 1 and 2, 3 are hosts; one of them is lost while the others wait for it, twice."""
+    from paceline.comm import hosts
+
+    real = hosts._identity
+    hosts._identity = lambda number: f"{real(number)} host {number // 2}"
+    dist.init_process_group("shm", timeout=timedelta(seconds=timeout_s))
+    value = torch.ones(1000)
+    dist.all_reduce(value)
+    if rank == lost:
+        time.sleep(0.3)  # the others wait by then
+        os.kill(os.getpid(), how)
+    failures = [failure_of(lambda: dist.all_reduce(value)), failure_of(dist.barrier)]
+    time.sleep(timeout_s / 2 if timeout_s < 10 else 2)  # nobody learns of it because this process ends
+    return failures
+
+
+@pytest.mark.parametrize(
+    (
+        "lost",
+        "how",
+        "timeout_s",
+    ),  # rank 2 is the second host's connection to the first one, rank 3 its neighbour
+    [(2, signal.SIGKILL, 60), (3, signal.SIGKILL, 60), (2, signal.SIGSTOP, 4)],
+)
+def test_ranks_of_all_hosts_are_told_who_was_lost(lost, how, timeout_s):
+    args = (lost, how, timeout_s)
+    outcomes = rank_outcomes(lost_on_another_host, 4, *args, backend=None, timeout=15)
+    said = (
+        f"the process of rank {lost} is gone" if how == signal.SIGKILL else f"rank {lost} did not come before"
+    )
+    wanted = PeerLostError if how == signal.SIGKILL else CollectiveTimeoutError
+    for outcome in outcomes:
+        if outcome.rank != lost:
+            (name, text, seconds), (later, again, at_once) = outcome.value
+            assert name == later == wanted.__name__ and said in text and said in again, outcome
+            assert seconds < (5 if how == signal.SIGKILL else timeout_s + 3) and at_once < 3
+
+
+def test_hosts_do_not_wait_for_a_store_that_was_stopped():
+    args = (0, signal.SIGSTOP, 4)  # rank 0 holds the store
+    for outcome in rank_outcomes(lost_on_another_host, 4, *args, backend=None, timeout=20)[1:]:
+        (name, _, seconds), (later, _, at_once) = outcome.value
+        assert name in (PeerLostError.__name__, CollectiveTimeoutError.__name__) and later == name, outcome
+        assert seconds < 10 and at_once < 3
 
 
 def used_in_a_fork(rank: int, world_size: int) -> tuple[str, float]:

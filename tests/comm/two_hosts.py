@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-SIZES = (1 << 10, 1 << 20, 8 << 20)  # bytes
+SIZES = (4 << 10, 1 << 20, 25 << 20)  # bytes
 
 
 def train(rank: int, world_size: int) -> dict[str, Any]:

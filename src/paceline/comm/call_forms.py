@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.errors import ArgumentError
+
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the kernel can find its values: on the CPU, strided, not quantized."""
@@ -22,6 +24,19 @@ def flat_of(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def unshared(source: Tensor, target: Tensor, place: int | None = None) -> Tensor:
+    """The source of a collective, or a copy of it where writing to the target would change it too early.
+
+    Args:
+        source: contiguous.
+        target: contiguous.
+        place: the byte of the target from which on the source may lie in it: nothing else is written there.
+    """
+    begin = source.data_ptr() - target.data_ptr()
+    apart = begin >= target.nbytes or begin + source.nbytes <= 0
+    return source if apart or begin == place else source.clone()
 
 
 def bytes_of(flat: Tensor) -> Tensor:
@@ -49,7 +64,36 @@ def listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def options_of(kind: Any, given: Any, timeout: timedelta | None) -> Any:
+def bytes_and_back(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], Any] | None]:
+    """The bytes of tensors, contiguous: what Gloo moves for any dtype and strides.
+
+    Returns:
+        The bytes, and what brings them back to those tensors of which they are a copy; None where no one is.
+    """
+    flats = [flat_of(tensor) for tensor in tensors]
+    copies = [(tensor, flat) for tensor, flat in zip(tensors, flats, strict=True) if flat is not tensor]
+
+    def bring_back() -> None:
+        for tensor, flat in copies:
+            tensor.copy_(flat)
+
+    return [bytes_of(flat) for flat in flats], bring_back if copies else None
+
+
+def root_of(opts: Any, size: int) -> int:
+    """The root rank of a collective.
+
+    Raises:
+        ArgumentError: there is no such rank.
+    """
+    root: int = opts.rootRank
+    if not 0 <= root < size:
+        ranks = f"ranks 0 to {size - 1}"
+        raise ArgumentError(f"the root of a collective is rank {root}, but the group has {ranks}")
+    return root
+
+
+def options_of(kind: Any, given: Any, timeout: timedelta | None = None) -> Any:
     """The options object for any of the ways in which torch lets a collective be called."""
     if given is not None and hasattr(given, "asyncOp"):
         return given

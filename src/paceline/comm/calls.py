@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from paceline.comm.native import Call, Failure, Kind, Status
 from paceline.errors import (
+    ArgumentError,
     CollectiveTimeoutError,
     CommunicationError,
     PeerLostError,
@@ -63,13 +64,21 @@ def label_of(dtype: torch.dtype) -> int:
 
 
 def reduction_of(op: Any, dtype: torch.dtype) -> tuple[int, float] | None:
-    """The kernel's number for a ``ReduceOp`` and what inputs are multiplied by; None: not in the kernel."""
+    """The kernel's number for a ``ReduceOp`` and what inputs are multiplied by; None: not in the kernel.
+
+    Raises:
+        ArgumentError: nobody can reduce elements of this dtype, the Gloo group inside neither.
+    """
+    if dtype not in TYPES:
+        raise ArgumentError(
+            f"ranks cannot reduce {dtype}: convert the tensor before, for example to torch.bfloat16"
+        )
     if op == dist.ReduceOp.SUM:  # nearly always; what follows takes longer than a small reduction
-        return (0, 1.0) if dtype in TYPES else None
+        return 0, 1.0
     state = op.__getstate__()  # the only way to a PREMUL_SUM's factor
     kind, supplement = state if isinstance(state, tuple) else (op, None)
     number = _numbers().get(kind)
-    if number is None or dtype not in TYPES or (number in _BITWISE and dtype.is_floating_point):
+    if number is None or (number in _BITWISE and dtype.is_floating_point):
         return None
     if number != _PREMUL_SUM:
         return number, 1.0

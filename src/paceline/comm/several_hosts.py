@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.between_hosts import LONGER_S, BetweenHosts
 from paceline.comm.call_forms import bytes_of, copy_all, flat_of
 from paceline.comm.calls import REDUCTIONS, in_words, reduction_of
 from paceline.comm.hosts import Layout
 from paceline.comm.local import SharedMemory, elsewhere_call
 from paceline.comm.native import Call
 from paceline.comm.work import KeptWorks, TaskWork, Worker
-from paceline.errors import RanksOutOfStepError
+from paceline.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, RanksOutOfStepError
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _DISAGREE = -1  # in the place of a call's kind
@@ -54,12 +55,9 @@ class SeveralHosts:
         self._drivers = min(map(len, layout.hosts))
         self._driver = layout.neighbours.index(layout.rank)
         self.worker, self._kept = Worker("paceline-hosts"), KeptWorks()
-        self._between: Any = None  # a Gloo group
-        if self._driver < self._drivers:
-            slice_store = dist.PrefixStore(f"between/{self._driver}", store)
-            self._between = dist.ProcessGroupGloo(
-                slice_store, layout.host, len(layout.hosts), timeout=timeout
-            )
+        me = memory.global_ranks[self._driver]
+        self._between = BetweenHosts(store, layout, self._driver, self._drivers, timeout, me)
+        self._torn: CommunicationError | None = None  # why every later call fails
 
     def all_reduce(self, tensor: Tensor, op: Any, timeout_s: float) -> dist.Work | None:
         """Start reducing a CPU tensor over all ranks, in place; None when only Gloo can.
@@ -87,7 +85,7 @@ class SeveralHosts:
         call = elsewhere_call("broadcast", tensor, tensor.numel(), root)
 
         def carry_out() -> None:
-            self.compare(call, timeout_s)
+            self._compare(call, timeout_s)
             flat = flat_of(tensor)
             data, home = bytes_of(flat), self._layout.host_of(root)
             if home == self._layout.host:
@@ -109,7 +107,7 @@ class SeveralHosts:
         call = elsewhere_call("all_gather_single", input, input.numel(), 0)
 
         def carry_out() -> None:
-            self.compare(call, timeout_s)
+            self._compare(call, timeout_s)
             flat = flat_of(output)
             source, rows = bytes_of(flat_of(input)), bytes_of(flat).view(self._size, -1)
             blocks = [source.new_empty(len(ranks), rows.shape[1]) for ranks in self._layout.hosts]
@@ -140,7 +138,7 @@ class SeveralHosts:
         call = elsewhere_call("reduce_scatter_single", input, input.numel(), 0, number)
 
         def carry_out() -> None:
-            self.compare(call, timeout_s)
+            self._compare(call, timeout_s)
             sums = input.to(_WIDE.get(input.dtype, input.dtype), copy=True).contiguous()
             if name == "PREMUL_SUM":
                 sums.mul_(factor)
@@ -158,6 +156,9 @@ class SeveralHosts:
         Raises:
             RanksOutOfStepError: on all ranks, unless all called the same.
         """
+        self._unless_torn(lambda: self._compare(call, timeout_s))
+
+    def _compare(self, call: Call, timeout_s: float) -> None:
         facts = [call.kind, call.reduction, call.label, call.root, call.detail, call.count]
         mine = torch.tensor(facts, dtype=torch.int64, device="cpu")
         differ_here: RanksOutOfStepError | None = None
@@ -167,9 +168,9 @@ class SeveralHosts:
             differ_here, mine[0] = error, _DISAGREE
         everybodys = [torch.zeros_like(mine) for _ in self._layout.hosts]
         if self._driver == 0:
-            self._between.allgather([everybodys], [mine]).wait()
+            self._between.wait(self._between.gloo.allgather([everybodys], [mine]))
         table = torch.stack(everybodys)
-        self.memory.broadcast(table, 0, timeout_s)
+        self.memory.broadcast(table, 0, timeout_s + 2 * LONGER_S)
         if differ_here is not None:
             raise differ_here
         if not torch.equal(table, mine.expand_as(table)):
@@ -195,21 +196,38 @@ class SeveralHosts:
         )
 
     def _start(self, steps: Callable[[], None], results: list[Tensor]) -> dist.Work:
-        work = TaskWork(self.worker, steps, results)
+        work = TaskWork(self.worker, lambda: self._unless_torn(steps), results)
         self._kept.keep(work)
         return work
+
+    def _unless_torn(self, steps: Callable[[], None]) -> None:
+        """Take the steps of a collective; if that loses ranks, tell all others and leave.
+
+        Raises:
+            CollectiveTimeoutError: a rank of any host did not come in time; so does every later call.
+            PeerLostError: the process of a rank is gone; so does every later call.
+        """
+        if self._torn is not None:
+            raise self._torn
+        try:
+            steps()
+        except (CollectiveTimeoutError, PeerLostError) as error:
+            self._torn = self._between.told() or error
+            self._between.tell(self._torn)
+            self.memory.close()  # or those of this host would wait for this rank
+            raise self._torn from error
 
     def _share(self, blocks: Sequence[Tensor], homes: Sequence[int], timeout_s: float) -> None:
         """Bring each block of bytes from all ranks of its home, one of the hosts, to those of the others."""
         parts = [block.view(-1).tensor_split(self._drivers) for block in blocks]
-        if self._between is not None:
+        if self._between.gloo is not None:
             works = []
             for part, home in zip(parts, homes, strict=True):
                 options = dist.BroadcastOptions()
                 options.rootRank = home
-                works.append(self._between.broadcast([part[self._driver]], options))
+                works.append(self._between.gloo.broadcast([part[self._driver]], options))
             for work in works:
-                work.wait()
+                self._between.wait(work)
         for part, home in zip(parts, homes, strict=True):
             for driver, one in enumerate(part):
                 if home != self._layout.host:
@@ -219,7 +237,7 @@ class SeveralHosts:
         self, call: Call, tensor: Tensor, name: str, factor: float, timeout_s: float
     ) -> Callable[[], None]:
         def carry_out() -> None:
-            self.compare(call, timeout_s)
+            self._compare(call, timeout_s)
             dtype = _WIDE.get(tensor.dtype, tensor.dtype)
             flat = (
                 tensor if tensor.is_contiguous() and dtype == tensor.dtype else tensor.to(dtype).contiguous()
@@ -236,10 +254,10 @@ class SeveralHosts:
     def _reduce(self, flat: Tensor, op: dist.ReduceOp, timeout_s: float) -> None:
         self.memory.all_reduce(flat, op, timeout_s)
         slices = flat.tensor_split(self._drivers)
-        if self._between is not None:
+        if self._between.gloo is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = op
-            self._between.allreduce([slices[self._driver]], options).wait()
+            self._between.wait(self._between.gloo.allreduce([slices[self._driver]], options))
         for driver, part in enumerate(slices):
             self.memory.broadcast(part, driver, timeout_s)
 
@@ -247,14 +265,14 @@ class SeveralHosts:
         """Of every host's sums, one row per rank of the group, the rows of this host's ranks, reduced."""
         blocks = [rows[list(ranks)] for ranks in self._layout.hosts]
         slices = [block.view(-1).tensor_split(self._drivers) for block in blocks]
-        if self._between is not None:
+        if self._between.gloo is not None:
             works = []
             for host, of_host in enumerate(slices):
                 options = dist.ReduceOptions()
                 options.reduceOp, options.rootRank = op, host
-                works.append(self._between.reduce([of_host[self._driver]], options))
+                works.append(self._between.gloo.reduce([of_host[self._driver]], options))
             for work in works:
-                work.wait()
+                self._between.wait(work)
         for driver, part in enumerate(slices[self._layout.host]):
             self.memory.broadcast(part, driver, timeout_s)
         return blocks[self._layout.host]

@@ -38,7 +38,9 @@ from paceline.comm.call_forms import (
     listed,
     new_options,
     options_of,
+    root_of,
     unrolled,
+    unshared,
 )
 from paceline.comm.calls import BYTES, reduction_of
 from paceline.comm.interpreted import interpreted
@@ -132,7 +134,7 @@ class SharedMemoryGroup(GroupOverGloo):
         if not isinstance(opts, dist.ReduceOptions):
             return self._gloo.reduce(tensors, opts, *more)
         (tensor,) = tensors
-        root = opts.rootRank
+        root = root_of(opts, self.size())
         return self._reduce(Kind.reduce, tensor, opts, root) or self._through_gloo(
             "reduce", tensor, tensor.numel(), root, opts, lambda: self._gloo.reduce(tensors, opts), tensors
         )
@@ -141,14 +143,15 @@ class SharedMemoryGroup(GroupOverGloo):
         """Copy the root's tensor into all ranks' tensors."""
         (tensor,) = tensors = listed(tensors)
         opts = broadcast_options_of(opts)
+        root = root_of(opts, self.size())
         if self._hosts is not None and is_plain(tensor) and tensor.numel():
-            work = self._hosts.broadcast(tensor, opts.rootRank, self._timeout_of(opts))
+            work = self._hosts.broadcast(tensor, root, self._timeout_of(opts))
             return self._noted("broadcast", tensor, work)
         if not self._serves(tensor):
-            root, begin = opts.rootRank, partial(self._gloo.broadcast, tensors, opts)
+            begin = partial(self._gloo.broadcast, tensors, opts)
             return self._through_gloo("broadcast", tensor, tensor.numel(), root, opts, begin, tensors)
         flat = flat_of(tensor)
-        call = copy_call(Kind.broadcast, tensor.dtype, tensor.nbytes, opts.rootRank)
+        call = copy_call(Kind.broadcast, tensor.dtype, tensor.nbytes, root)
         return self._start(call, flat, flat, opts, [tensor], copy_back(tensor, flat))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -161,7 +164,8 @@ class SharedMemoryGroup(GroupOverGloo):
         if not self._serves(output, input) or not whole:
             begin = partial(self._gloo.all_gather_single, unrolled(output), unrolled(input), opts)
             return self._through_gloo("all_gather_single", input, 0, 0, opts, begin, [output])
-        source, target = flat_of(input), flat_of(output)
+        target = flat_of(output)
+        source = unshared(flat_of(input), target, self.rank() * input.nbytes)
         call = copy_call(Kind.all_gather, input.dtype, input.nbytes)
         return self._start(call, source, target, opts, [output], copy_back(output, target))
 
@@ -189,9 +193,9 @@ class SharedMemoryGroup(GroupOverGloo):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
         """Reduce a list of tensors over all ranks and give each one of them."""
-        if isinstance(outputs, Tensor) or more:
-            return self._gloo.reduce_scatter(outputs, inputs, opts, *more)
-        opts = opts or new_options("ReduceScatterOptions")
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = options_of(partial(new_options, "ReduceScatterOptions"), opts, *more)
         (output,), (sources,) = outputs, inputs
         work = None
         if all(t.shape == output.shape and t.dtype == output.dtype for t in sources):
@@ -209,7 +213,8 @@ class SharedMemoryGroup(GroupOverGloo):
             splits = (output_split_sizes, input_split_sizes)
             begin = partial(self._gloo.all_to_all_single, output, input, *splits, opts)
             return self._through_gloo("all_to_all_single", input, 0, 0, opts, begin, [output])
-        source, target = flat_of(input), flat_of(output)
+        target = flat_of(output)
+        source = unshared(flat_of(input), target)
         call = copy_call(Kind.all_to_all, input.dtype, input.nbytes // self.size())
         return self._start(call, source, target, opts, [output], copy_back(output, target))
 
@@ -377,7 +382,8 @@ class SharedMemoryGroup(GroupOverGloo):
         reduction = reduction_of(opts.reduceOp, results.dtype)
         if reduction is None:
             return None
-        source, target = flat_of(sources), flat_of(results)
+        target = flat_of(results)
+        source = unshared(flat_of(sources), target, -self.rank() * target.nbytes)
         call = reduce_call(Kind.reduce_scatter, output.dtype, results.dtype, reduction, results.numel(), 0)
         return self._start(call, source, target, opts, [output], copy_back(results, target))
 

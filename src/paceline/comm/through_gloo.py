@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.arena import Arena
+from paceline.comm.call_forms import bytes_and_back, root_of
 from paceline.comm.interpreted import interpreted
 from paceline.comm.local import elsewhere_call
 from paceline.comm.native import Call
-from paceline.comm.work import TaskWork, Worker
+from paceline.comm.work import CopiedWork, TaskWork, Worker
 from paceline.recorder.layout import Kind as Fact
 from paceline.recorder.ring import recorder
 
@@ -145,33 +145,65 @@ class GroupOverGloo(dist.ProcessGroup):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
         """Gather every rank's tensor into a list of tensors on the root."""
-        begin = partial(self._gloo.gather, outputs, inputs, opts, *more)
         if not isinstance(opts, dist.GatherOptions):
-            return begin()
+            return self._gloo.gather(outputs, inputs, opts, *more)
         (source,), results = inputs, outputs[0] if outputs else []
-        return self._through_gloo("gather", source, source.numel(), opts.rootRank, opts, begin, results)
+        sent, _ = bytes_and_back([source])
+        received, bring_back = bytes_and_back(results)
+
+        def begin() -> dist.Work:
+            work = self._gloo.gather([received] if outputs else [], sent, opts)
+            return CopiedWork(work, bring_back, results)
+
+        root = root_of(opts, self.size())
+        return self._through_gloo("gather", source, source.numel(), root, opts, begin, results)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> dist.Work:
         """Give each rank one of the root's tensors."""
-        begin = partial(self._gloo.scatter, outputs, inputs, opts, *more)
         if not isinstance(opts, dist.ScatterOptions):
-            return begin()
+            return self._gloo.scatter(outputs, inputs, opts, *more)
         (target,) = outputs
-        return self._through_gloo("scatter", target, target.numel(), opts.rootRank, opts, begin, outputs)
+        sent = [bytes_and_back(tensors)[0] for tensors in inputs]
+        received, bring_back = bytes_and_back(outputs)
+
+        def begin() -> dist.Work:
+            return CopiedWork(self._gloo.scatter(received, sent, opts), bring_back, outputs)
+
+        root = root_of(opts, self.size())
+        return self._through_gloo("scatter", target, target.numel(), root, opts, begin, outputs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Send tensor r to rank r; receive rank r's as tensor r. Sizes may differ."""
         opts = opts or dist.AllToAllOptions()
-        begin = partial(self._gloo.alltoall, outputs, inputs, opts)
+        sent = torch.cat(bytes_and_back(inputs)[0])
+        sizes = [tensor.nbytes for tensor in inputs], [tensor.nbytes for tensor in outputs]
+        received = sent.new_empty(sum(sizes[1]))
+
+        def bring_back() -> None:
+            for tensor, part in zip(outputs, received.split(sizes[1]), strict=True):
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+        def begin() -> dist.Work:
+            work = self._gloo.all_to_all_single(received, sent, sizes[1], sizes[0], opts)
+            return CopiedWork(work, bring_back, outputs)
+
         return self._through_gloo("all_to_all", inputs[0], 0, 0, opts, begin, outputs)
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:  # noqa: N803
         """Send a tensor to one rank."""
-        return self._gloo.send(tensors, dstRank, tag)
+        return self._gloo.send(bytes_and_back(tensors)[0], dstRank, tag)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:  # noqa: N803
         """Receive a tensor from one rank."""
-        return self._gloo.recv(tensors, srcRank, tag)
+        received, bring_back = bytes_and_back(tensors)
+        work = self._gloo.recv(received, srcRank, tag)
+        return work if bring_back is None else CopiedWork(work, bring_back, tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        """Receive a tensor from whichever rank sends one."""
+        received, bring_back = bytes_and_back(tensors)
+        work = self._gloo.recv_anysource(received, tag)
+        return work if bring_back is None else CopiedWork(work, bring_back, tensors)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long collectives that start from now on wait for the other ranks."""

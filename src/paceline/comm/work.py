@@ -322,6 +322,54 @@ class TaskWork(dist.Work):
         self._trigger.set_result(None)
 
 
+class CopiedWork(dist.Work):
+    """A call of another group, whose result is then brought to where it belongs.
+
+    Args:
+        work: that group's.
+        finish: brings the result there, if it is elsewhere; called once, by the first that waits.
+        results: the tensors that hold the result then.
+    """
+
+    def __init__(self, work: dist.Work, finish: Callable[[], Any] | None, results: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._work, self._finish, self._results = work, finish, list(results)
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: datetime.timedelta = _FOREVER) -> bool:
+        """Wait until the result is there; raises what the other group's wait does."""
+        self._work.wait(timeout)
+        with self._lock, torch.no_grad():
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done or failed; the result is in its place after ``wait``."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it is done and did not fail."""
+        return self._work.is_success()
+
+    def synchronize(self) -> None:
+        """The same as ``wait``."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """The tensors that hold the result; waits for it."""
+        self.wait()
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the list of result tensors."""
+        return self._work.get_future().then(lambda _: self.result())
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+
 class JoinedWork(dist.Work):
     """Several works as one.
 
