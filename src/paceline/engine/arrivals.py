@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from paceline.engine.callbacks import call_weakly
+from paceline.engine.callbacks import WeakCall
 
 
 class Arrivals:
@@ -29,7 +29,7 @@ class Arrivals:
     """
 
     def __init__(self, on_first: Callable[[Tensor], None]) -> None:
-        self._on_first = call_weakly(on_first)
+        self._on_first = WeakCall(on_first)
         self._noted: list[Tensor] = []
         self._read = 0
         self.hook = functools.partial(self._on_first)
@@ -57,5 +57,5 @@ class Arrivals:
 
     def _redirect(self, function: Callable[[Tensor], None]) -> None:
         """Let ``hook``, which hangs on thousands of parameters, call ``function`` from now on."""
-        attributes = {"owner": self._on_first.owner}  # type: ignore[attr-defined]  # for `owners_of_hooks`
+        attributes = {"owner": self._on_first.owner}
         self.hook.__setstate__((function, (), {}, attributes))  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.memory import Allocate, plain_memory
 from paceline.engine.bucket import Bucket, DenseBucket, Slot, SparseBucket
-from paceline.engine.callbacks import call_weakly
+from paceline.engine.callbacks import WeakCall
 from paceline.engine.parameters import TrainedParameters, gradient_dtype
 from paceline.engine.plan import BucketCaps, BucketPlan, ParameterSpec, plan_buckets, registration_order
 from paceline.engine.usage import TailLayout
@@ -194,7 +194,7 @@ class BucketLayout:
         if slot in self._listening:
             on_gradient = self._on_gradient()
             assert on_gradient is not None  # its owner is what makes layouts
-            hook = call_weakly(on_gradient, slot)
+            hook = WeakCall(on_gradient, slot)
         handle: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(hook)
         return handle
 

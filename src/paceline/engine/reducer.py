@@ -150,7 +150,7 @@ class Reducer(TorchReducerNames):
         if training and self.synchronise and torch._C._current_graph_task_id() == -1:
             self._forwards += 1
         self.statistics.forward_ends(self.passes_finished + 1)
-        hook = callbacks.call_weakly(self._output_reached)
+        hook = callbacks.WeakCall(self._output_reached)
         for tensor in outputs:
             if tensor.grad_fn is not None and not callbacks.is_marked(tensor, self):
                 tensor.register_hook(hook)
