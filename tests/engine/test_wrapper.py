@@ -554,6 +554,24 @@ def test_wrapping_a_module_again_retires_the_older_wrapper():
         assert_gradients(found, wanted)
 
 
+def wrapped_as_a_part(rank, world):
+    """Passes of each wrapper after a step through the older one, whose module is part of the newer one's."""
+    part = Chain()
+    older = DistributedDataParallel(part)
+    newer = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), part), find_unused_parameters=True)
+    for wrapper in (newer, newer, older):
+        wrapper.zero_grad()
+        one_backward(wrapper, rank)
+    return older.reducer.passes_finished, newer.reducer.passes_finished, gradients(part)
+
+
+def test_wrapping_a_part_and_then_the_whole_retires_the_part():
+    wanted = mean_gradients(2, Chain, one_backward)
+    for older, newer, found in run_ranks(wrapped_as_a_part, 2, timeout=60):
+        assert (older, newer) == (0, 3)
+        assert_gradients(found, wanted)
+
+
 def frozen_between_forward_and_backward(rank, world):
     net = Chain()
     wrapper = DistributedDataParallel(net, find_unused_parameters=True)

@@ -16,6 +16,9 @@ from paceline.comm.interpreted import interpreted
 class WeakCall:
     """A bound method as a callback that does nothing once its object is gone.
 
+    Attributes:
+        owner: refers to the object; by it, hooks of ours are told from users'.
+
     Args:
         method: a bound method.
         bound: passed to it in place of what the caller passes, if given.
@@ -54,7 +57,8 @@ def is_marked(tensor: Tensor, owner: object) -> bool:
 
 
 def _owners(hooks: Mapping[int, Any] | None) -> set[Any]:
-    return {hook.owner() for hook in (hooks or {}).values() if isinstance(hook, WeakCall)}
+    marks = (getattr(hook, "owner", None) for hook in (hooks or {}).values())
+    return {owner() for owner in marks if isinstance(owner, weakref.ref)}
 
 
 def at_end_of_backward(finished: Callable[..., None], failed: Callable[..., None], argument: object) -> None:
