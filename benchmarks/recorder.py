@@ -75,7 +75,7 @@ def time_steps(rank: int, world_size: int, folder: str, rounds: int) -> None:
     for number in range(2 * rounds + 2):
         on = number % 2 == 0
         chosen = recorder if on else silent
-        model.reducer.statistics._recorder = model.reducer._peers._recorder = chosen
+        model.reducer.statistics._recorder = model.reducer.peers._recorder = chosen
         took = one_round(model)
         if number >= 2:  # the first two warm up
             seconds[on].append(took)
